@@ -1,0 +1,52 @@
+"""Write README.md from nbs/index.ipynb: its markdown, its shown code and its text outputs.
+
+python .ci/build_readme.py [--check]
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def readme() -> str:
+    nb = nbformat.read(ROOT / "nbs" / "index.ipynb", as_version=4)
+    out = []
+    for cell in nb.cells:
+        source = cell.source.strip()
+        if not source or re.search(r"^#\|\s*(hide|default_exp)\b", source, re.M):
+            continue
+        if cell.cell_type == "markdown":
+            if source.startswith("---"):
+                continue
+            # in the docs a notebook is a page, in the README it is a file
+            out.append(re.sub(r"\]\((?!https?:|#)([\w./-]+)\.ipynb\)", r"](nbs/\1.ipynb)", source))
+        elif cell.cell_type == "code":
+            code = "\n".join(x for x in source.splitlines() if not x.startswith("#|"))
+            out.append(f"```python\n{code.strip()}\n```")
+            for o in cell.get("outputs", []):
+                text = o.get("text") or o.get("data", {}).get("text/plain")
+                if text and "image/png" not in o.get("data", {}):
+                    text = text if isinstance(text, str) else "".join(text)
+                    out.append("\n".join("    " + x for x in text.rstrip().splitlines()))
+    return "\n\n".join(out) + "\n"
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__)
+    ap.add_argument("--check", action="store_true", help="only say whether README.md is stale")
+    path = ROOT / "README.md"
+    text = readme()
+    if ap.parse_args().check:
+        if path.read_text(encoding="utf-8") != text:
+            sys.exit("README.md is stale: run `python .ci/build_readme.py`.")
+        return
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

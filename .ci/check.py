@@ -1,0 +1,96 @@
+"""Everything that must hold before a change lands; the counted line of pytest comes last.
+
+python .ci/check.py [--only clean,lint,notebooks,docs,tests]
+"""
+
+import argparse
+import filecmp
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+os.environ.update(OMP_NUM_THREADS="1", WANDB_MODE="disabled", HF_HUB_OFFLINE="1", WANDB_SILENT="true")
+
+
+def run(*cmd, cwd=ROOT, **kw):
+    subprocess.run([str(c) for c in cmd], cwd=cwd, check=True, **kw)
+
+
+def tracked():
+    "Files of the working tree that git tracks or would add."
+    out = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [f for f in out.stdout.split("\0") if f and (ROOT / f).is_file()]
+
+
+def clean():
+    "Cleaning, exporting and rebuilding the README change nothing. Done in a copy: your files stay as they are."
+    with tempfile.TemporaryDirectory() as tmp:
+        copy = Path(tmp) / "copy"
+        files = tracked()
+        for f in files:
+            if f.startswith("data/") and f.endswith(".safetensors"):
+                continue
+            (copy / f).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / f, copy / f)
+        env = dict(os.environ, PYTHONPATH=str(copy))
+        run("nbdev_clean", cwd=copy, env=env)
+        run("nbdev_export", cwd=copy, env=env)
+        run(sys.executable, ".ci/build_readme.py", cwd=copy, env=env)
+        stale = [f for f in files if (copy / f).exists() and not filecmp.cmp(ROOT / f, copy / f, shallow=False)]
+        new = {
+            str(p.relative_to(copy)) for p in (copy / "grpo_nb").rglob("*.py") if "__pycache__" not in str(p)
+        } - set(files)
+        if stale or new:
+            sys.exit(
+                "Not in sync (run `make fmt`, `python .ci/build_readme.py`, and commit): "
+                + ", ".join(sorted([*stale, *new]))
+            )
+
+
+def lint():
+    run("ruff", "format", "--check", ".")
+    run("ruff", "check", ".")
+
+
+def notebooks():
+    run("nbdev_test", "--n_workers", "2", "--timing", stdout=subprocess.DEVNULL if os.environ.get("QUIET") else None)
+
+
+def docs():
+    run(sys.executable, ".ci/build_docs.py")
+
+
+def tests():
+    run(sys.executable, "-m", "pytest", "-q", "--durations=5", "tests")
+
+
+STEPS = dict(clean=clean, lint=lint, docs=docs, notebooks=notebooks, tests=tests)
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--only", default=",".join(STEPS), help="steps, in order")
+    for name in ap.parse_args().only.split(","):
+        start = time.time()
+        print(f"== {name}", flush=True)
+        try:
+            STEPS[name]()
+        except subprocess.CalledProcessError as e:
+            sys.exit(f"== {name} failed: {' '.join(map(str, e.cmd))} (exit code {e.returncode})")
+        if name != "tests":
+            print(f"== {name} ok, {time.time() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

