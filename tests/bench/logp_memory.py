@@ -58,7 +58,7 @@ def measure(a):
         return Rollout(
             group_N=torch.arange(b),  # every prompt differs, so no prefix can be shared
             tasks=[None] * b,
-            states={"prompt": prompt, "prompt_len": torch.full((b,), p), "completion": completion},
+            states={"prompt_ids": prompt, "prompt_len": torch.full((b,), p), "completion_ids": completion},
             mask_NS=torch.ones(b, c, dtype=torch.bool),
             old_logp_NS=torch.zeros(b, c),
         )
@@ -77,14 +77,14 @@ def measure(a):
                 loss.backward()
                 total += float(loss.detach())
             return total
-        ids = torch.cat([r.states["prompt"], r.states["completion"]], 1)
+        ids = torch.cat([r.states["prompt_ids"], r.states["completion_ids"]], 1)
         c = r.mask_NS.shape[1]
         if a.mode == "backbone":
             lp = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, -c - 1 : -1].mean(-1)
         else:
             kw = {"logits_to_keep": c + 1} if a.mode == "keep" else {}
             z = model(input_ids=ids, use_cache=False, **kw).logits[:, -c - 1 : -1]
-            lp = torch.log_softmax(z.float(), -1).gather(-1, r.states["completion"][..., None])[..., 0]
+            lp = torch.log_softmax(z.float(), -1).gather(-1, r.states["completion_ids"][..., None])[..., 0]
         loss = grpo(lp, adv, tokens)
         loss.backward()
         return float(loss.detach())
