@@ -1,6 +1,6 @@
 """Build the embedded sums tasks and the half-trained tiny Llama that starts on them.
 
-    python data/build/sums.py data                      everything under data/ (about two minutes on two quiet cores)
+    python data/build/sums.py data                      everything under data/ (some four minutes on one core)
     python data/build/sums.py OUT --target 0.2          the same with a weaker start, in another folder
     python data/build/sums.py data --tasks-only         only the task files
 
