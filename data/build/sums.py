@@ -284,8 +284,27 @@ def greedy_examples(model, tokenizer, rows, gap=0.1, count=8):
 # ---------------------------------------------------------------- files
 
 
+def in_words(task):
+    "A sum as one would ask a model that was trained on language."
+    expression = re.sub(r"([+-])", r" \1 ", task["prompt"].removeprefix("<bos>").removesuffix("="))
+    return {**task, "prompt": f"What is {expression}?"}
+
+
+def hashes(out):
+    "Size and sha256 of everything shipped."
+    files = sorted(p for d in ("tasks", "tiny-llama") for p in (out / d).iterdir())
+    return {
+        p.relative_to(out).as_posix(): {
+            "bytes": p.stat().st_size,
+            "sha256": hashlib.sha256(p.read_bytes()).hexdigest(),
+        }
+        for p in files
+    }
+
+
 def write_tasks(out, sets):
-    for level, splits in sets.items():
+    words = {split: [in_words(r) for r in rows] for split, rows in sets["easy"].items()}
+    for level, splits in {**sets, "words": words}.items():
         for split, rows in splits.items():
             text = "".join(json.dumps(r) + "\n" for r in rows)
             (out / "tasks" / f"{level}_{split}.jsonl").write_text(text, encoding="utf-8")
@@ -325,6 +344,12 @@ def write_readme(out, manifest):
         readme.write_text(head + body + tail, encoding="utf-8")
 
 
+def write_manifest(out, manifest):
+    text = json.dumps(manifest, indent=1)
+    (out / "manifest.json").write_text(text + "\n", encoding="utf-8")
+    write_readme(out, manifest)
+
+
 def main():
     kind = argparse.RawDescriptionHelpFormatter
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
@@ -353,6 +378,9 @@ def main():
     sets = {level: problems(level, args.seed) for level in LEVELS}
     write_tasks(args.out, sets)
     if args.tasks_only:
+        manifest = json.loads((args.out / "manifest.json").read_text(encoding="utf-8"))
+        manifest["files"] = hashes(args.out)
+        write_manifest(args.out, manifest)
         return
 
     torch.manual_seed(args.seed)  # for the initial weights, which torch draws globally
@@ -367,7 +395,6 @@ def main():
     tidy(args.out / "tiny-llama")
 
     packages = ("torch", "transformers", "tokenizers", "safetensors", "reasoning-gym")
-    files = sorted(p for d in ("tasks", "tiny-llama") for p in (args.out / d).iterdir())
     manifest = {
         "command": f"python data/build/sums.py data --seed {args.seed} --target {args.target} --threads {args.threads}",
         "seed": args.seed,
@@ -379,17 +406,9 @@ def main():
         "warm_start": {"columns": ["step", "loss", "sampled dev accuracy"], "rows": history},
         "measured": measure(model, tokenizer, sets, generators["measure"]),
         "greedy_examples": greedy_examples(model, tokenizer, sets["middle"]["eval"]),
-        "files": {
-            p.relative_to(args.out).as_posix(): {
-                "bytes": p.stat().st_size,
-                "sha256": hashlib.sha256(p.read_bytes()).hexdigest(),
-            }
-            for p in files
-        },
+        "files": hashes(args.out),
     }
-    text = json.dumps(manifest, indent=1)
-    (args.out / "manifest.json").write_text(text + "\n", encoding="utf-8")
-    write_readme(args.out, manifest)
+    write_manifest(args.out, manifest)
     print(json.dumps(manifest["measured"], indent=1))
     print(f"done in {time.perf_counter() - start:.0f} s, {history[-1][0]} warm-start steps")
 

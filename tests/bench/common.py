@@ -67,14 +67,19 @@ def table(rows: list[dict]) -> str:
     "Rows as a markdown table."
     keys = list(dict.fromkeys(k for r in rows for k in r))
     out = ["| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
-    return "\n".join(out + ["| " + " | ".join(str(r.get(k, "")) for k in keys) + " |" for r in rows])
+    return "\n".join(
+        out + ["| " + " | ".join(str(r.get(k, "")) for k in keys) + " |" for r in rows]
+    )
 
 
-def save(name: str, title: str, rows: list[dict], command: str, env: dict, notes: str = "", raw=None):
+def save(
+    name: str, title: str, rows: list[dict], command: str, env: dict, notes: str = "", raw=None
+):
     "Write a result table, with what made it, to results/NAME.md (and the raw numbers to NAME.json)."
     RESULTS.mkdir(exist_ok=True)
-    facts = f"{env['cpu']}, {env['cores']} cores, Python {env['python']}, {env['date']}; " + ", ".join(
-        f"{k} {v}" for k, v in env["versions"].items()
+    facts = (
+        f"{env['cpu']}, {env['cores']} cores, Python {env['python']}, {env['date']}; "
+        + ", ".join(f"{k} {v}" for k, v in env["versions"].items())
     )
     text = f"# {title}\n\n{table(rows)}\n\n{notes.strip()}\n\nCommand: `{command}`\n\nMachine: {facts}\n"
     (RESULTS / f"{name}.md").write_text(text)

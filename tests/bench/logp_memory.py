@@ -20,7 +20,9 @@ import time
 
 from common import ROOT, child, environment, median, peak_mb, reset_peak, rss_mb, save
 
-KNOBS = dict(passes=3, threads=2, batch=8, prompt=128, completion=256, vocab=49152, layers=4, chunk=0)
+KNOBS = dict(
+    passes=3, threads=2, batch=8, prompt=128, completion=256, vocab=49152, layers=4, chunk=0
+)
 
 
 def measure(a):
@@ -58,7 +60,11 @@ def measure(a):
         return Rollout(
             group_N=torch.arange(b),  # every prompt differs, so no prefix can be shared
             tasks=[None] * b,
-            states={"prompt_ids": prompt, "prompt_len": torch.full((b,), p), "completion_ids": completion},
+            states={
+                "prompt_ids": prompt,
+                "prompt_len": torch.full((b,), p),
+                "completion_ids": completion,
+            },
             mask_NS=torch.ones(b, c, dtype=torch.bool),
             old_logp_NS=torch.zeros(b, c),
         )
@@ -80,11 +86,17 @@ def measure(a):
         ids = torch.cat([r.states["prompt_ids"], r.states["completion_ids"]], 1)
         c = r.mask_NS.shape[1]
         if a.mode == "backbone":
-            lp = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, -c - 1 : -1].mean(-1)
+            lp = (
+                model.model(input_ids=ids, use_cache=False)
+                .last_hidden_state[:, -c - 1 : -1]
+                .mean(-1)
+            )
         else:
             kw = {"logits_to_keep": c + 1} if a.mode == "keep" else {}
             z = model(input_ids=ids, use_cache=False, **kw).logits[:, -c - 1 : -1]
-            lp = torch.log_softmax(z.float(), -1).gather(-1, r.states["completion_ids"][..., None])[..., 0]
+            lp = torch.log_softmax(z.float(), -1).gather(-1, r.states["completion_ids"][..., None])[
+                ..., 0
+            ]
         loss = grpo(lp, adv, tokens)
         loss.backward()
         return float(loss.detach())
@@ -116,8 +128,12 @@ def measure(a):
 
 
 def main():
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--modes", nargs="+", default=["ours", "ours_micro", "keep", "full", "backbone"])
+    ap = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    ap.add_argument(
+        "--modes", nargs="+", default=["ours", "ours_micro", "keep", "full", "backbone"]
+    )
     ap.add_argument("--mode", default="", help=argparse.SUPPRESS)
     ap.add_argument("--repeats", type=int, default=3)
     ap.add_argument("--peer-python")
@@ -149,7 +165,9 @@ def main():
                 "best, s": min(r["s_min"] for r in got),
             }
         )
-    command = "python tests/bench/logp_memory.py" + (" --peer-python … --peer-script …" if a.peer_python else "")
+    command = "python tests/bench/logp_memory.py" + (
+        " --peer-python … --peer-script …" if a.peer_python else ""
+    )
     notes = (
         f"42.5 M parameters, vocabulary {a.vocab}, {a.batch} x ({a.prompt} + {a.completion}) tokens, fp32, {a.threads} threads, "
         f"median of {a.repeats} processes x {a.passes} passes, modes alternating. `trl` (if present) is TRL's own loss path on a "
