@@ -1,0 +1,825 @@
+"""Rewards: the contract, faults of functions, worker processes, ready rewards."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_nb.core import Rollout
+from grpo_nb.rewards import (
+    REWARDS,
+    Outcome,
+    RewardConfig,
+    RewardError,
+    RewardRunner,
+    RewardSpec,
+    answer_tags,
+    between_tags,
+    exact_answer,
+    format_match,
+    gate,
+    gate_rewards,
+    length_target,
+    math_equivalence,
+    number_value,
+    product,
+    reasoning_gym_score,
+    reward_function,
+    weighted_sum,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+nan = math.nan
+QUIET = dict(warn_error_share=1.0, max_error_share=1.0)
+
+
+class Task:
+    def __init__(self, prompt="p", **columns):
+        self.prompt, self.columns = prompt, columns
+
+
+def batch(outputs, tasks=None, states=None, **info):
+    n = len(outputs)
+    return Rollout(
+        group_N=torch.arange(n) // 2,
+        tasks=tasks or [Task(answer="1") for _ in range(n)],
+        states=states or {},
+        mask_NS=torch.ones(n, 3, dtype=torch.bool),
+        old_logp_NS=torch.zeros(n, 3),
+        outputs=list(outputs),
+        info=info,
+    )
+
+
+def values(x):
+    return torch.nan_to_num(x, nan=-99.0).tolist()
+
+
+def counts(runner, name):
+    m = runner.metrics()
+    return [m[f"reward/{name}/n_{o}"] for o in ("ok", "none", "error", "timeout", "nonfinite")]
+
+
+def children():
+    return psutil.Process().children(recursive=True)
+
+
+@pytest.fixture(autouse=True)
+def no_process_left():
+    before = {p.pid for p in children()}
+    yield
+    assert [p for p in children() if p.pid not in before] == []
+
+
+# functions of trouble, closures so that workers get them by value and need not import this module
+
+
+def make_trouble():
+    import os
+    import sys
+
+    def hangs(prompt, completion):
+        while completion == "hang":
+            pass
+        return 1.0
+
+    def crashes(completions, **columns):
+        if "crash" in completions:
+            os._exit(3)
+        return [1.0] * len(completions)
+
+    def silent(prompt, completion):
+        return None if completion == "quiet" else 1.0
+
+    def raises(completion):
+        if completion == "raise":
+            raise KeyError("missing")
+        return 1.0
+
+    def prints(completion):
+        print("x" * 100_000)
+        sys.stderr.write("y" * 100_000)
+        os.write(1, b"z" * 100_000)
+        return 1.0
+
+    return hangs, crashes, silent, raises, prints
+
+
+TEXTS = ["a", "hang", "b", "crash", "quiet", "raise", "c", "d"]
+
+
+def test_hanging_crashing_and_silent_functions_in_one_run():
+    hangs, crashes, silent, raises, prints = make_trouble()
+    with RewardRunner(
+        [hangs, crashes, silent, raises, prints],
+        workers=2,
+        timeout_s=0.5,
+        on_error="skip",
+        **QUIET,
+    ) as runner:
+        scored = runner(batch(TEXTS))
+        assert len(children()) == 2
+    want = torch.ones(8, 5)
+    want[[1, 3, 4, 5], [0, 1, 2, 3]] = nan
+    assert values(scored.rewards_NR) == values(want)
+    assert scored.reward_names == ("hangs", "crashes", "silent", "raises", "prints")
+    assert counts(runner, "hangs") == [7, 0, 0, 1, 0]
+    assert counts(runner, "crashes") == [7, 0, 1, 0, 0]
+    assert counts(runner, "silent") == [7, 1, 0, 0, 0]
+    assert counts(runner, "raises") == [7, 0, 1, 0, 0]
+    assert counts(runner, "prints") == [8, 0, 0, 0, 0]
+    assert runner.metrics()["reward/hangs/max_ms"] >= 500
+    assert {(f.component, f.sample, f.outcome) for f in runner.failures} == {
+        ("hangs", 1, Outcome.TIMEOUT),
+        ("crashes", 3, Outcome.ERROR),
+        ("raises", 5, Outcome.ERROR),
+    }
+    # the run goes on: a later batch is scored by fresh workers
+    again = runner(batch(["a", "b"]))
+    runner.close()
+    assert again.rewards_NR.tolist() == [[1.0] * 5] * 2
+    assert runner.totals["hangs"]["n_timeout"] == 1 and runner.totals["hangs"]["n_ok"] == 9
+
+
+def test_results_do_not_depend_on_the_number_of_workers():
+    scale = 0.5
+
+    def closure(prompt, completion, answer):
+        return scale * len(completion) + float(answer)
+
+    def words(completions, answer=None, **columns):
+        return np.array([len(set(c.split())) for c in completions])
+
+    @reward_function(ranks=2)
+    def ranked(completion, sample_seed):
+        return np.random.default_rng(sample_seed).random(2)
+
+    functions = {
+        "lambda": lambda completion: None if completion.endswith("3") else 1,
+        "closure": closure,
+        "words": words,
+        "ranked": ranked,
+    }
+    outputs = [f"text {i}" * (i % 4) for i in range(37)]
+    tasks = [Task(answer=str(i)) for i in range(37)]
+    results = []
+    for workers in (0, 1, 2):
+        with RewardRunner(functions, workers=workers, chunk_size=5, seed=3) as runner:
+            results.append([runner(batch(outputs, tasks)).rewards_NRK for _ in range(2)])
+            assert counts(runner, "closure") == [37, 0, 0, 0, 0]
+    for first, second in results:
+        assert values(first) == values(results[0][0]) and values(second) == values(results[0][1])
+    assert results[0][0].shape == (37, 4, 2)
+
+
+SCRIPT = """
+import os, re, sys, threading, time
+import torch
+from grpo_nb.core import Rollout
+from grpo_nb.rewards import RewardRunner, exact_answer
+
+SCALE = 2.0
+
+def light(completion):
+    return SCALE * ("torch" in sys.modules)
+
+def backtracks(completion):  # holds the interpreter lock
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+one = Rollout(torch.tensor([0]), [{"prompt": "p", "answer": "1"}], {}, torch.ones(1, 1) > 0,
+              torch.zeros(1, 1), ["1"])
+child = os.fork()  # a second script for the price of one import of torch
+if child == 0:
+    runner = RewardRunner({"light": light, "exact": exact_answer()}, workers=1)
+    print(runner(one).rewards_NR.tolist(), runner.pool.workers[0].process.pid, flush=True)
+    sys.exit()
+os.waitpid(child, 0)
+runner = RewardRunner([backtracks], workers=1, timeout_s=100)
+threading.Thread(target=runner, args=(one,), daemon=True).start()
+while not (runner.pool and runner.pool.workers and runner.pool.workers[0].job):
+    time.sleep(0.01)
+time.sleep(0.2)
+print(runner.pool.workers[0].process.pid, runner.pool.workers[0].folder, flush=True)
+time.sleep(100)
+"""
+
+
+def gone(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+
+
+def test_workers_of_a_script_without_main_guard_end_with_it_also_when_it_is_killed(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    p = subprocess.Popen(
+        [sys.executable, tmp_path / "script.py"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        rewards, ended = p.stdout.readline().rsplit(" ", 1)
+        pid, folder = p.stdout.readline().split()  # written after the first script had ended
+        assert rewards == "[[0.0, 1.0]]"  # 0: workers do not import torch for rewards of text
+        assert gone(int(ended)) and not gone(int(pid))
+    finally:
+        p.kill()
+        p.wait()
+        p.stdout.close()
+    end = time.monotonic() + 10
+    while not gone(int(pid)):
+        assert time.monotonic() < end, "the worker outlived its parent"
+        time.sleep(0.02)
+    os.rmdir(folder)
+
+
+def test_interrupt_ends_all_workers_and_the_runner_stays_usable():
+    def sleeps(completion):
+        import time
+
+        time.sleep(60 if completion == "sleep" else 0)
+        return 1.0
+
+    runner = RewardRunner([sleeps], workers=2, timeout_s=100)
+    runner(batch(["a", "b"]))
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        runner(batch(["sleep"] * 4))
+    assert children() == []
+    assert runner(batch(["a"])).rewards_NR.tolist() == [[1.0]]
+    runner.close()
+
+
+def test_workers_end_when_the_runner_is_collected():
+    runner = RewardRunner({"one": lambda completion: 1.0}, workers=1)
+    runner(batch(["a"]))
+    folder = runner.pool.workers[0].folder
+    assert len(children()) == 1 and os.path.isdir(folder)
+    del runner
+    import gc
+
+    gc.collect()
+    assert children() == [] and not os.path.exists(folder)
+
+
+def test_processes_started_by_a_function_are_killed_with_it():
+    def forks(completion):
+        import subprocess
+        import sys
+
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1234.5)"])
+        while True:
+            pass
+
+    with RewardRunner([forks], workers=1, timeout_s=0.5, on_timeout="skip", **QUIET) as runner:
+        assert runner(batch(["a"])).rewards_NR.isnan().all()
+    left = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if "time.sleep(1234.5)" in str(p.info["cmdline"])
+    ]
+    assert [p for p in left if p.status() != "zombie"] == []
+
+
+def test_memory_limit_scrubbed_environment_and_temporary_directory(monkeypatch):
+    monkeypatch.setenv("A_SECRET", "1")
+    monkeypatch.setenv("A_KEY", "1")
+    here = os.getcwd()
+
+    def hog(completion):
+        return len(bytearray(4 << 30))
+
+    def clean(completion):
+        import os
+
+        open("left-behind", "w").close()
+        return float("A_SECRET" in os.environ or os.getcwd() == here) + 10 * ("A_KEY" in os.environ)
+
+    with RewardRunner(
+        [hog, clean], workers=1, memory_mb=1024, keep_env=("A_KEY",), on_error="skip", **QUIET
+    ) as runner:
+        assert values(runner(batch(["a"])).rewards_NR) == [[-99.0, 10.0]]
+    assert runner.failures[0].message.startswith("MemoryError")
+    assert not os.path.exists("left-behind")
+
+
+def test_a_late_chunk_is_tried_again_one_by_one():
+    def chunk(completions):
+        while "hang" in completions:
+            pass
+        return [1.0] * len(completions)
+
+    def whole(completions):
+        while "hang" in completions:
+            pass
+        return [1.0] * len(completions)
+
+    whole = reward_function(whole, whole_batch=True, timeout_s=0.1)
+    chunk = reward_function(chunk, timeout_s=0.1)
+    with RewardRunner([chunk, whole], workers=1, on_error="skip", **QUIET) as runner:
+        scored = runner(batch(["a", "hang", "b"]))
+    assert values(scored.rewards_NR) == [[1, -99], [-99, -99], [1, -99]]
+    assert counts(runner, "chunk") == [2, 0, 0, 1, 0]
+    assert counts(runner, "whole") == [0, 0, 0, 3, 0]
+
+
+def test_a_whole_batch_function_sees_the_batch_with_any_number_of_workers():
+    @reward_function(whole_batch=True)
+    def rank(completions):
+        order = sorted(completions)
+        return [order.index(c) for c in completions]
+
+    outputs = [str((7 * i) % 23) for i in range(23)]
+    tables = []
+    for workers in (0, 2):
+        with RewardRunner([rank], workers=workers, chunk_size=4) as runner:
+            tables.append(runner(batch(outputs)).rewards_NR.flatten().tolist())
+    assert tables[0] == tables[1] == [sorted(outputs).index(c) for c in outputs]
+
+
+def test_an_idle_worker_that_died_is_replaced_and_nothing_is_blamed():
+    with RewardRunner({"one": lambda completion: 1.0}, workers=1) as runner:
+        runner(batch(["a"]))
+        worker = runner.pool.workers[0].process
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.wait()
+        assert runner(batch(["a", "b"])).rewards_NR.tolist() == [[1.0], [1.0]]
+        assert runner.pool.workers[0].process.pid != worker.pid
+
+
+def test_a_function_that_cannot_be_loaded_is_named(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text(
+        "import os\nassert 'PARENT' in os.environ, 'not in a worker'\ndef f(completion): return 1.0\n"
+    )
+    monkeypatch.setenv("PARENT", "1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import only_here
+
+    with RewardRunner([only_here.f], workers=1) as runner:
+        with pytest.raises(RewardError, match="could not load the functions[^$]*not in a worker"):
+            runner(batch(["a"]))
+        assert children() == []
+
+
+def test_columns_that_cannot_be_sent_are_an_error_with_advice():
+    def f(completion, answer):
+        return 1.0
+
+    with RewardRunner([f], workers=1) as runner:
+        with pytest.raises(ValueError, match="cannot be sent to a worker.*workers=0"):
+            runner(batch(["a"], [Task(answer=threading.Lock())]))
+
+
+def test_without_cloudpickle_functions_run_inline_and_say_so(monkeypatch):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n: None if n == "cloudpickle" else real(n)
+    )
+    with pytest.warns(UserWarning, match="without a deadline"):
+        runner = RewardRunner({"one": lambda completion: 1.0}, workers=2)
+    assert runner(batch(["a"])).rewards_NR.tolist() == [[1.0]]
+    with pytest.raises(ValueError, match="pip install cloudpickle"):
+        RewardRunner([math_equivalence()])
+
+
+def test_warm_up_is_no_part_of_the_deadline_and_its_failure_is_named():
+    def load():
+        import time
+
+        time.sleep(0.6)
+
+    def fail():
+        raise OSError("no such model")
+
+    def judge(completion):
+        return 1.0
+
+    slow = reward_function(judge, warm_up=load, timeout_s=0.3)
+    with RewardRunner({"slow": slow}, workers=1) as runner:
+        assert runner(batch(["a"])).rewards_NR.tolist() == [[1.0]]
+    with RewardRunner([reward_function(judge, warm_up=fail)], workers=1, on_error="skip") as runner:
+        with pytest.raises(RewardError, match="could not load the functions[^$]*no such model"):
+            runner(batch(["a"]))
+
+
+BREACHES = [
+    (lambda completions: [1.0], "expected 2 values, one per completion, got 1"),
+    (lambda completions: [1.0] * 3, "expected 2 values, one per completion, got 3"),
+    (lambda completions: None, "expected a list of 2 numbers, one per completion, got NoneType"),
+    (lambda completions: 1.0, "got float 1.0"),
+    (lambda completions: {"a": [1, 1]}, "got dict"),
+    (lambda completions: (1.0 for _ in completions), "got generator"),
+    (
+        lambda completions: torch.ones(2, 1, 1),
+        "expected a list of 2 numbers, one per completion, got Tensor",
+    ),
+    (lambda completions: ["1", "1"], "expected a number or None, got str '1'"),
+    (lambda completion: "1", "expected a number or None, got str '1'"),
+    (lambda completion: {"a": 1}, "expected a number or None, got dict"),
+    (lambda completion: True, "got bool True"),
+    (lambda completion: np.bool_(True), "got bool True"),
+    (lambda completion: 1j, "got complex 1j"),
+    (lambda completion: [], "at least 1 ranks, got 0"),
+    (lambda completion: [1.0, "x"], "got str 'x'"),
+    (lambda completion: object, "got type"),
+]
+
+
+@pytest.mark.parametrize("function, message", BREACHES)
+def test_breaches_of_the_contract_stop_under_every_policy(function, message):
+    runner = RewardRunner({"bad": function}, on_error="skip", on_nonfinite=0.0, **QUIET)
+    with pytest.raises(RewardError, match="Reward 'bad', sample 0: shape: ") as e:
+        runner(batch(["a", "b"]))
+    assert message in str(e.value)
+
+
+def test_breaches_in_workers_stop_too():
+    with RewardRunner({"bad": BREACHES[0][0]}, workers=1, on_error="skip") as runner:
+        with pytest.raises(RewardError, match="'bad', sample 0: shape: expected 2 values"):
+            runner(batch(["a", "b"]))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "settings_, want",
+    [
+        (dict(on_error="skip"), [1, -99, -99, -99, -99]),
+        (dict(on_error=-1.0), [1, -99, -1, -1, -1]),
+        (dict(on_error=-1.0, on_timeout=-2, on_nonfinite=-3, on_none=-4), [1, -4, -1, -2, -3]),
+        (dict(on_error={"f": -1.0}, on_timeout={"f": "skip"}), [1, -99, -1, -99, -1]),
+    ],
+)
+def test_policies_per_outcome(workers, settings_, want):
+    def f(completion):
+        if completion == "error":
+            raise RuntimeError("no")
+        if completion == "timeout":
+            raise TimeoutError("late")
+        return {"ok": 1, "none": None, "inf": float("inf")}[completion]
+
+    with RewardRunner([f], workers=workers, **settings_, **QUIET) as runner:
+        scored = runner(batch(["ok", "none", "error", "timeout", "inf"]))
+    assert values(scored.rewards_NR[:, 0]) == want
+    assert counts(runner, "f") == [1, 1, 1, 1, 1]  # counted as what they were under every policy
+
+
+def test_default_policy_raises_with_name_sample_and_original_traceback():
+    def judge(completion):
+        raise ZeroDivisionError("inside")
+
+    with pytest.raises(
+        RewardError, match="'judge', sample 0: error: ZeroDivisionError: inside"
+    ) as e:
+        RewardRunner([judge])(batch(["a"]))
+    assert isinstance(e.value.__cause__, ZeroDivisionError)
+    with pytest.raises(
+        RewardError, match="nonfinite: expected finite float32 numbers, got float inf"
+    ):
+        RewardRunner({"f": lambda completion: math.inf})(batch(["a"]))
+    with pytest.raises(RewardError, match="on_none is 'raise'"):
+        RewardRunner({"f": lambda completion: None}, on_none="raise")(batch(["a"]))
+
+
+def test_error_on_every_sample_stops_the_run_instead_of_scoring_zero():
+    def verifier(completion):
+        raise ValueError("signal only works in main thread")
+
+    for policy in ("skip", 0.0):
+        with pytest.raises(RewardError, match="failed on 5 of 8 samples.*ValueError: signal only"):
+            RewardRunner([verifier], on_error=policy)(batch(["a"] * 8))
+
+
+def test_half_of_the_batch_may_fail_with_a_warning_and_one_percent_without():
+    def f(completion):
+        return 1 / int(completion)
+
+    with pytest.warns(
+        UserWarning, match="'f' failed on 2 of 4 samples, e.g. sample 1: ZeroDivision"
+    ):
+        RewardRunner([f], on_error="skip")(batch(["1", "0", "0", "1"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RewardRunner([f], on_error="skip")(batch(["1"] * 99 + ["0"]))
+
+
+def test_timeouts_stop_the_run_before_the_whole_batch_has_timed_out():
+    def hangs(completion):
+        while True:
+            pass
+
+    with RewardRunner(
+        [hangs], workers=2, timeout_s=0.1, on_timeout="skip", max_error_share=0.02
+    ) as runner:
+        start = time.monotonic()
+        with pytest.raises(RewardError, match="failed on 5 of 200 samples"):
+            runner(batch(["a"] * 200))
+        assert time.monotonic() - start < 15 and children() == []
+
+
+def in_thread(f):
+    results = []
+
+    def run():
+        try:
+            results.append(f())
+        except Exception as e:
+            results.append(e)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_a_function_with_signals_called_from_a_thread_needs_a_worker():
+    def alarmed(completion):
+        import signal
+
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        return 1.0
+
+    assert "signal only works in main thread" in str(
+        in_thread(lambda: RewardRunner([alarmed])(batch(["1"])))
+    )
+    with RewardRunner([alarmed], workers=1) as runner:
+        assert in_thread(lambda: runner(batch(["1"]))).rewards_NR.tolist() == [[1.0]]
+    refused = in_thread(lambda: math_equivalence()(completion="1", answer="1"))
+    assert isinstance(refused, RuntimeError) and "needs the main thread" in str(refused)
+
+
+def test_math_equivalence():
+    cases = [
+        (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 1),
+        ("the answer is $0.5$", r"\frac12", 1),
+        ("$2$", r"2\pi", 0),  # bare LaTeX would be read as 2
+        (r"$\{2,1\}$", r"\{1,2\}", 1),
+        ("$x+1$", "1+x", 1),
+        ("", "1", 0),
+        (r"$\frac{{$", "1", 0),
+        ("$1$", None, -99),
+        ("$9^{9^{9^{9}}}$", "1", -1),
+        ("$1$", "", -2),
+    ]
+    tasks = [Task(answer=a) for _, a, _ in cases]
+    options = dict(on_timeout=-1.0, on_error=-2.0, **QUIET)
+    with RewardRunner([math_equivalence(math_timeout_s=2)], **options) as runner:
+        assert (
+            runner.config.workers == 0
+        )  # it gets a process anyway, also when called from a thread
+        scored = in_thread(lambda: runner(batch([c for c, _, _ in cases], tasks)))
+    assert values(scored.rewards_NR[:, 0]) == [w for _, _, w in cases]
+    assert counts(runner, "math_equivalence") == [7, 1, 1, 1, 0]
+
+
+def test_columns_are_passed_only_to_functions_that_take_them():
+    seen = {}
+
+    def named(prompts, completions, level):
+        seen["named"] = (prompts, completions, level)
+        return [0.0] * len(completions)
+
+    def everything(completions, **columns):
+        seen["all"] = {k: v for k, v in columns.items() if k != "sample_seed"}
+        return [0.0] * len(completions)
+
+    def one(prompt, completion, level=None, missing="default"):
+        assert missing == "default" and level in (1, None)
+        return 0.0
+
+    chat = [{"role": "user", "content": "hi"}]
+    tasks = [Task("p", level=1, answer="x"), Task(chat, answer="y")]
+    states = {"completion_ids": torch.tensor([[1, 2, 3], [4, 5, 6]])}
+    rollout = batch(["a", "b"], tasks, states)
+    rollout.mask_NS[1, 2] = False
+    RewardRunner([named, everything, one])(rollout)
+    assert seen["named"] == (["p", chat], ["a", "b"], [1, None])
+    assert seen["all"] == {
+        "prompts": ["p", chat],
+        "completion_ids": [[1, 2, 3], [4, 5]],
+        "level": [1, None],
+        "answer": ["x", "y"],
+    }
+    with pytest.raises(ValueError, match="needs 'level'.*There are: prompts, completions, answer"):
+        RewardRunner([named])(batch(["a"]))
+
+
+def test_callable_objects_partials_and_methods():
+    import functools
+
+    class Judge:
+        def __call__(self, completion):
+            return 2.0
+
+        def method(self, completions):
+            return [3.0] * len(completions)
+
+    def scaled(completion, scale):
+        return scale
+
+    functions = {
+        "object": Judge(),
+        "method": Judge().method,
+        "partial": functools.partial(scaled, scale=4.0),
+    }
+    for workers in (0, 1):
+        with RewardRunner(functions, workers=workers) as runner:
+            assert runner(batch(["a"])).rewards_NR.tolist() == [[2, 3, 4]]
+
+
+def test_ranks_must_agree_and_scalars_count_at_every_rank():
+    rows = {"rows": lambda completion: [1, None, 0.5], "one": lambda completion: 2}
+    scored = RewardRunner(rows)(batch(["a"]))
+    assert scored.rewards_NR is None and values(scored.rewards_NRK) == [[[1, -99, 0.5], [2, 2, 2]]]
+    with pytest.raises(RewardError, match="2 from 'rows', sample 0; 3 from 'rows', sample 1"):
+        RewardRunner({"rows": lambda completion: [1.0] * len(completion)})(batch(["ab", "abc"]))
+    declared = reward_function(lambda completion: None, ranks=4, name="d")
+    assert RewardRunner([declared])(batch(["a"])).rewards_NRK.shape == (1, 1, 4)
+    short = reward_function(lambda completion: [1.0], ranks=4, name="d")
+    with pytest.raises(RewardError, match="expected a row of 4 ranks, got 1"):
+        RewardRunner([short])(batch(["a"]))
+
+
+def test_declared_components_need_exactly_their_keys():
+    @reward_function(components=("a", "b"))
+    def two(completions):
+        return {"b": [2.0] * len(completions), "a": [1.0, None]}
+
+    scored = RewardRunner([two], weights={"two/a": 1.0, "two/b": 3.0})(batch(["x", "y"]))
+    assert scored.reward_names == ("two/a", "two/b")
+    assert values(scored.rewards_NR) == [[1, 2], [-99, 2]]
+    one = reward_function(lambda completion: {"a": 1}, components=("a", "b"), name="two")
+    with pytest.raises(RewardError, match="expected a dict with keys"):
+        RewardRunner([one])(batch(["x"]))
+
+
+def test_rows_without_any_component_are_counted():
+    runner = RewardRunner({"f": lambda completion: None if completion == "n" else 1.0})
+    assert values(runner(batch(["n", "a", "n"])).rewards_NR) == [[-99], [1], [-99]]
+    assert runner.metrics()["reward/n_no_component"] == 2
+
+
+def test_state_is_json_and_continues_counters_and_seeds():
+    @reward_function(name="noise")
+    def noise(completion, sample_seed):
+        return sample_seed % 1000
+
+    whole, first, second = (RewardRunner([noise], seed=5) for _ in range(3))
+    tables = [whole(batch(["a"] * 4)).rewards_NR.tolist() for _ in range(3)]
+    assert first(batch(["a"] * 4)).rewards_NR.tolist() == tables[0]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [second(batch(["a"] * 4)).rewards_NR.tolist() for _ in range(2)] == tables[1:]
+    a, b = whole.state_dict(), second.state_dict()
+    for s in (a, b):
+        s["totals"]["noise"].pop("seconds")
+    assert a == b
+    with pytest.raises(ValueError, match="version 2"):
+        whole.load_state_dict(a | {"version": 2})
+
+
+def test_configuration_is_checked_early():
+    f = lambda completion: 1.0  # noqa: E731
+    for bad, message in (
+        (dict(timeout_s=None), "without a deadline"),
+        (dict(on_error="zero"), "'raise', 'skip' or a finite number"),
+        (dict(on_error=True), "got True"),
+        (dict(on_error={"g": "skip"}), "Unknown reward component in on_error 'g'"),
+        (dict(weights=[1.0, 2.0]), "2 weights for 1 components"),
+        (dict(weights={"g": 1.0}), "Unknown reward component in weights 'g'"),
+        (dict(workers=-1), "workers >= 0"),
+        (dict(timeouts=3), "Did you mean 'timeout_s'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RewardRunner({"f": f}, **bad)
+    with pytest.raises(ValueError, match="a name of its own"):
+        RewardRunner([f, f])
+    assert RewardRunner({"f": f}, config=RewardConfig(seed=1), workers=0).config.seed == 1
+
+
+def test_report_shows_a_sample_and_escapes_it():
+    tasks = [Task("<p>", answer="1"), Task("q", answer="2")]
+    runner = RewardRunner([exact_answer(), answer_tags()])
+    text = runner.report(runner(batch(["1", "9"], tasks, truncated=torch.tensor([True, False]))))
+    for part in ("'<p>'", "exact_answer", "answer_tags", "truncated   50%", "0.5", "2 of 2"):
+        assert part in text
+    assert "&lt;p&gt;" in text._repr_html_()
+
+
+def test_registry_holds_the_ready_rewards():
+    assert set(REWARDS) == {
+        "exact_answer",
+        "math_equivalence",
+        "answer_tags",
+        "format_match",
+        "length_target",
+        "reasoning_gym_score",
+    }
+    with pytest.raises(ValueError, match="Did you mean 'exact_answer'"):
+        REWARDS["exact_answers"]
+
+
+def test_numbers_are_compared_by_value_without_building_huge_integers():
+    start = time.monotonic()
+    assert number_value("1e999999999") is None and number_value("9" * 10**6) is None
+    assert exact_answer()(completion="9" * 10**6, answer="1") == 0.0
+    assert time.monotonic() - start < 1
+    assert exact_answer()(completion="1,000.0", answer=1000) == 1.0
+    assert exact_answer()(completion="10", answer="1") == 0.0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.fractions(), st.integers(0, 3))
+def test_number_value_reads_fractions(x, spaces):
+    text = f"{x.numerator}{' ' * spaces}/{' ' * spaces}{x.denominator}"
+    assert number_value(text) == (x if len(text.replace(" ", "")) <= 100 else None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet="<>/answer x", max_size=60), st.text(alphabet="ab ", max_size=9))
+def test_between_tags_finds_the_last_pair(noise, inside):
+    assert between_tags(f"{noise}<answer>{inside}</answer>") == inside.strip()
+    assert between_tags("x" + noise.replace("<answer>", "").replace("</answer>", "")) is None
+
+
+def test_tags_are_found_in_linear_time():
+    text = "<answer>" * 200_000
+    start = time.monotonic()
+    assert between_tags(text) is None and answer_tags()(completion=text) == 0.0
+    assert time.monotonic() - start < 2
+
+
+def test_ready_rewards_ignore_unknown_columns_and_skip_missing_answers():
+    for f in (exact_answer(), reasoning_gym_score()):
+        spec = RewardSpec.of(f)
+        assert spec.accepts is None
+    tasks = [Task("q", answer=None, metadata=None, other=3), Task("q", answer="1", metadata=None)]
+    scored = RewardRunner([exact_answer(), reasoning_gym_score()])(batch(["1", "1"], tasks))
+    assert values(scored.rewards_NR) == [[-99, -99], [1, -99]]
+
+
+def test_reasoning_gym_oracles_score_one_also_after_json():
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    items = [
+        reasoning_gym.create_dataset(name, size=1, seed=1)[0]
+        for name in ("chain_sum", "countdown", "spell_backward")
+    ]
+    for store in (lambda m: m, json.dumps, lambda m: json.loads(json.dumps(m))):
+        tasks = [
+            Task(x["question"], answer=x["answer"], metadata=store(x["metadata"])) for x in items
+        ]
+        said = [f"<answer>{x['answer']}</answer>" for x in items]
+        assert RewardRunner([reasoning_gym_score()])(batch(said, tasks)).rewards_NR.min() == 1.0
+        assert RewardRunner([reasoning_gym_score()])(batch(["?"] * 3, tasks)).rewards_NR.max() < 0.1
+
+
+def test_compositions_in_a_worker():
+    shorter = gate(length_target(1, unit="characters"), on=exact_answer(), at_least=1, name="short")
+    functions = {
+        "short": shorter,
+        "sum": weighted_sum([exact_answer(), format_match(r"\d")], [1.0, 0.5]),
+        "product": product([exact_answer(), format_match(r"\d")]),
+    }
+    tables = []
+    for workers in (0, 1):
+        with RewardRunner(functions, workers=workers) as runner:
+            tables.append(runner(batch(["1", "7", "1.0", "x"])).rewards_NR.tolist())
+    assert tables[0] == tables[1] == [[1, 1.5, 1], [0, 0.5, 0], [0, 1, 0], [0, 0, 0]]
+
+
+def test_gate_reads_raw_rewards_and_keeps_what_does_not_apply():
+    # two rewards of four samples; the second counts only where the first is 1
+    raw = torch.tensor([[1.0, 1.0], [0.0, 1.0], [nan, 1.0], [1.0, nan], [0.0, nan]])
+    gated = gate_rewards(raw, ("r1", "r2"), "r2", on="r1", at_least=1.0)
+    assert values(gated) == values(torch.tensor([[1, 1], [0, 0], [nan, nan], [1, nan], [0, nan]]))
+    ranked = torch.stack([raw, raw], dim=2)
+    assert values(
+        gate_rewards(ranked, ("r1", "r2"), "r2", on="r1", at_least=1.0)[..., 0]
+    ) == values(gated)
+    with pytest.raises(ValueError, match="Unknown reward component 'r3'"):
+        gate_rewards(raw, ("r1", "r2"), "r3", on="r1", at_least=1.0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.permutations(range(8)))
+def test_rewards_follow_the_sample_through_any_order(order):
+    outputs, tasks = [str(i % 3) for i in range(8)], [Task(answer=str(i % 2)) for i in range(8)]
+    rollout, runner = (
+        batch(outputs, tasks),
+        RewardRunner([exact_answer(), length_target(2, unit="characters")]),
+    )
+    assert torch.equal(
+        runner(rollout[list(order)]).rewards_NR, runner(rollout).rewards_NR[list(order)]
+    )
