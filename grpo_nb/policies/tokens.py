@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['shape_logits', 'draw', 'head_logp', 'TokenPolicy', 'stop_tokens', 'quiet_loading', 'find_gguf', 'convert_gguf',
-           'tempfile_dir', 'reserve_cache', 'length_buckets']
+           'tempfile_dir', 'left_padded', 'reserve_cache', 'length_buckets']
 
 # %% ../../nbs/04_policies.tokens.ipynb #463ee557
 import copy
@@ -526,6 +526,16 @@ def _can_share(self: TokenPolicy) -> bool:
         self._checked["share"] = bool(layers) and all(type(x) is DynamicLayer for x in layers)
     return self._checked["share"]
 
+# %% ../../nbs/04_policies.tokens.ipynb #f0156247
+def left_padded(
+    ids_PL: Tensor,  # (P, L) padded on the right
+    length_P: Tensor,  # (P,) real tokens
+) -> tuple[Tensor, Tensor, Tensor]:  # ids, attention mask, positions, each (P, longest)
+    "Move the padding to the left; positions count real tokens only."
+    width = int(length_P.max())
+    at = torch.arange(width, device=ids_PL.device) - (width - length_P[:, None])
+    return ids_PL.gather(1, at.clamp(min=0)), (at >= 0).long(), at.clamp(min=0)
+
 # %% ../../nbs/04_policies.tokens.ipynb #cfc77daf
 def reserve_cache(
     cache,  # a transformers Cache after the prompt
@@ -579,14 +589,12 @@ class _Decoder:
     def prompt(self, ids_PL, length_P, index_N, extra):
         "Logits after each sample's prompt; from here on rows are samples."
         p = self.policy
-        attend = torch.arange(ids_PL.shape[1], device=ids_PL.device) < length_P[:, None]
-        positions = torch.arange(ids_PL.shape[1], device=ids_PL.device).expand_as(ids_PL)
-        hidden, cache = p._body(ids_PL, attend.long(), positions, use_cache=True)
-        last = hidden[torch.arange(len(ids_PL), device=ids_PL.device), length_P - 1]
+        ids, attend, positions = left_padded(ids_PL, length_P)
+        hidden, cache = p._body(ids, attend, positions, use_cache=True)
         self.cache = reserve_cache(cache, index_N, extra)
-        self.attend = F.pad(attend[index_N].long(), (0, extra))
-        self.filled, self.next = ids_PL.shape[1], length_P[index_N]
-        return p._logits(last)[index_N]
+        self.attend = F.pad(attend[index_N], (0, extra))
+        self.filled, self.next = ids.shape[1], length_P[index_N]
+        return p._logits(hidden[:, -1])[index_N]
 
     def step(self, token_N):
         "Logits after one more token of each row."
@@ -657,28 +665,26 @@ class _FastDecoder:
     def prompt(self, ids_PL, length_P, index_N, extra):
         "Logits after each sample's prompt, computed by the model itself; rows are samples from here on."
         p, device = self.policy, ids_PL.device
-        at = torch.arange(ids_PL.shape[1], device=device)
-        attend = at < length_P[:, None]
-        hidden, cache = p._body(ids_PL, attend.long(), at.expand_as(ids_PL), use_cache=True)
-        last = hidden[torch.arange(len(ids_PL), device=device), length_P - 1]
+        ids, attend, positions = left_padded(ids_PL, length_P)
+        hidden, cache = p._body(ids, attend, positions, use_cache=True)
         self.cache = [
             [F.pad(x[index_N], (0, 0, 0, extra)) for x in (layer.keys, layer.values)]
             for layer in cache.layers
         ]
         self.bias = None
         if not attend.all():
-            hidden_slots = F.pad(~attend[index_N], (0, extra))[:, None, None]
+            hidden_slots = F.pad(attend[index_N] == 0, (0, extra))[:, None, None]
             self.bias = torch.zeros_like(hidden_slots, dtype=hidden.dtype).masked_fill_(
                 hidden_slots, -torch.inf
             )
-        self.filled, self.next = ids_PL.shape[1], length_P[index_N]
+        self.filled, self.next = ids.shape[1], length_P[index_N]
         table = torch.arange(int(length_P.max()) + extra, device=device)[None]
         cos, sin = self.body.rotary_emb(hidden, position_ids=table)
         self.cos, self.sin = (
             cos[0],
             torch.cat([-sin[0][:, : self.dim // 2], sin[0][:, self.dim // 2 :]], -1),
         )
-        return p._logits(last)[index_N]
+        return p._logits(hidden[:, -1])[index_N]
 
     @staticmethod
     def norm(x, layer):
@@ -880,7 +886,7 @@ def logp(
         0, groups.index_N, torch.arange(len(r)), "amin"
     )
     share = self.share_prefix and len(first) < len(r) and self._can_share()
-    if share and not torch.equal(
+    if len(first) < len(r) and not torch.equal(
         r.states["prompt_ids"][first][groups.index_N], r.states["prompt_ids"]
     ):
         raise ValueError("A group holds different prompts: one group is one draw of one task.")
@@ -897,12 +903,9 @@ def _hidden_shared(self: TokenPolicy, r, first, index_N, ids_NS, mask_NS):
     "Hidden states that predict the completion tokens, each prompt computed once."
     dev = ids_NS.device
     length_P = r.states["prompt_len"][first].to(dev)
-    ids_PL = r.states["prompt_ids"][first][:, : int(length_P.max())].to(dev)
-    at = torch.arange(ids_PL.shape[1], device=dev)
-    attend = at < length_P[:, None]
-    hidden, cache = self._body(ids_PL, attend.long(), at.expand_as(ids_PL), use_cache=True)
-    start = hidden[torch.arange(len(first), device=dev), length_P - 1]
-    out = start[index_N][:, None].expand(-1, ids_NS.shape[1], -1)
+    ids, attend, positions = left_padded(r.states["prompt_ids"][first].to(dev), length_P)
+    hidden, cache = self._body(ids, attend, positions, use_cache=True)
+    out = hidden[:, -1][index_N][:, None].expand(-1, ids_NS.shape[1], -1)
     pieces, places = [], []
     steps_N = mask_NS.sum(1) - 1
     for rows in length_buckets(steps_N.cpu()):
@@ -915,7 +918,7 @@ def _hidden_shared(self: TokenPolicy, r, first, index_N, ids_NS, mask_NS):
         part.layers = [copy.copy(layer) for layer in cache.layers]
         part.batch_select_indices(owner)
         step = torch.arange(width, device=dev)
-        see = torch.cat([attend[owner], step < steps_N[rows][:, None]], 1).long()
+        see = torch.cat([attend[owner], (step < steps_N[rows][:, None]).long()], 1)
         h, _ = self._body(
             ids_NS[rows, :width], see, length_P[owner][:, None] + step, part, use_cache=True
         )
