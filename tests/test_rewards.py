@@ -326,8 +326,8 @@ def test_a_late_chunk_is_tried_again_one_by_one():
             pass
         return [1.0] * len(completions)
 
-    whole = reward_function(whole, whole_batch=True, timeout_s=0.1)
-    chunk = reward_function(chunk, timeout_s=0.1)
+    whole = reward_function(whole, whole_batch=True, timeout_s=0.25)
+    chunk = reward_function(chunk, timeout_s=0.25)
     with RewardRunner([chunk, whole], workers=1, on_error="skip", **QUIET) as runner:
         scored = runner(batch(["a", "hang", "b"]))
     assert values(scored.rewards_NR) == [[1, -99], [-99, -99], [1, -99]]
