@@ -136,7 +136,7 @@ class Panel:
     levels: dict[str, float] = field(default_factory=dict)  # label -> horizontal line
     stacked: bool = False  # lines are parts of a whole
     ylim: tuple = (None, None)
-    log: bool = False  # logarithmic y where all values are positive
+    log: bool = False  # logarithmic y where positive values span more than a factor of 20
     note: str = ""  # a remark inside the panel
 
 
@@ -178,7 +178,8 @@ def draw_panel(
     for label, level in panel.levels.items():
         ax.axhline(level, color="0.3", ls=":", lw=0.9, label=label)
     values = np.concatenate([np.asarray(y, float) for y in panel.lines.values()])
-    if panel.log and (values[np.isfinite(values)] > 0).all():
+    values = values[np.isfinite(values)]
+    if panel.log and len(values) and 0 < 20 * values.min() < values.max():
         ax.set_yscale("log")
     else:
         ax.set_ylim(*panel.ylim)
