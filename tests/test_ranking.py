@@ -1,0 +1,561 @@
+"Rankings: parsing with token spans, rewards per rank, metrics, and the public failure cases."
+
+import inspect
+import math
+import random
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_nb.core import Groups, group_stats
+from grpo_nb.ranking import (
+    STATUSES,
+    ListParser,
+    SafetyOracle,
+    Titles,
+    broadcast_ranks,
+    discounts,
+    exp_decay,
+    exp_inf,
+    hits_of,
+    log_decay,
+    make_count_reward,
+    make_relevance_reward,
+    make_safe_reward,
+    make_safe_reward_func,
+    make_safe_reward_func_individual,
+    make_safety_reward,
+    parse_list,
+    rank_diagnostics,
+    ranking_metrics,
+    read_item,
+    shared_width,
+    stack_lists,
+    token_pieces,
+    warn_cancelling_scales,
+)
+
+NAN = float("nan")
+FAST = settings(max_examples=60, deadline=None)
+
+# ---------------------------------------------------------------- parsing
+
+line = st.sampled_from(
+    [
+        "Heat (1995)",
+        "1. Heat (1995)",
+        "- Fargo (1996)",
+        '"Big" (1988)',
+        "Alien, 1979",
+        "Scream",
+        "",
+        "   ",
+        "---",
+        "Films for you:",
+        "Enjoy!",
+        "Amélie (2001)",
+        "2001: A Space Odyssey (1968)",
+    ]
+)
+newline = st.sampled_from(["\n", "\r\n", "\n\n", "\r"])
+answer = st.lists(st.tuples(line, newline), max_size=9).map(
+    lambda parts: "".join(a + b for a, b in parts)
+)
+
+
+def cut(text, cuts):
+    "The text in pieces, cut at positions; repeated positions give empty pieces."
+    at = [0, *sorted(c % (len(text) + 1) for c in cuts), len(text)]
+    return [text[a:b] for a, b in zip(at, at[1:])]
+
+
+def facts(parsed):
+    return [(x.title, x.year, x.status) for x in parsed.items]
+
+
+@FAST
+@given(answer, st.lists(st.integers(0, 500), max_size=25), st.booleans(), st.booleans())
+def test_items_do_not_depend_on_the_tokens(text, cuts, prose, drop):
+    rules = dict(prose=prose, drop_malformed=drop)
+    whole, split = parse_list(text, 4, **rules), parse_list(cut(text, cuts), 4, **rules)
+    assert facts(whole) == facts(split)
+    assert whole.parse_error == split.parse_error
+
+
+@FAST
+@given(answer, st.lists(st.integers(0, 500), max_size=25), st.booleans())
+def test_spans_are_disjoint_and_ordered(text, cuts, drop):
+    parsed = parse_list([*cut(text, cuts), None], 3, drop_malformed=drop)
+    ends = [0]
+    for item in parsed.items:
+        assert ends[-1] <= item.token_start <= item.token_end
+        ends.append(item.token_end)
+    for rank, item in enumerate(parsed.ranked):
+        own = np.flatnonzero(parsed.item_of_token_S == rank)
+        assert len(own) == 0 or (own[0], own[-1] + 1) == (item.token_start, item.token_end)
+    assert parsed.item_of_token_S[-1] == -1  # the end token
+    assert not (parsed.overflow_S & (parsed.item_of_token_S >= 0)).any()
+    assert parsed.item_of_token_S.max(initial=-1) < 3
+
+
+@FAST
+@given(answer, st.lists(st.integers(0, 500), max_size=25))
+def test_every_character_of_an_item_belongs_to_an_item(text, cuts):
+    pieces = cut(text, cuts)
+    parsed = parse_list(pieces, 50, prose=False)
+    for piece, item in zip(pieces, parsed.item_of_token_S):
+        if any(c.isalnum() for c in piece):
+            assert item >= 0
+    single = parse_list(
+        list(text), 50, prose=False
+    )  # one token per character: exact text of each item
+    for rank, item in enumerate(single.items):
+        own = "".join(c for c, i in zip(text, single.item_of_token_S) if i == rank)
+        read = read_item(own.strip().splitlines()[0])
+        assert (read or (own.strip().splitlines()[0].strip(), None)) == (item.title, item.year)
+
+
+@FAST
+@given(answer, st.lists(st.integers(0, 500), max_size=25), st.integers(0, 2**31))
+def test_advantage_mass_is_kept(text, cuts, seed):
+    parsed = stack_lists([parse_list(cut(text, cuts), 4)], width=40)
+    adv_NK = torch.rand(1, 4, generator=torch.Generator().manual_seed(seed)).double()
+    tokens_K = torch.bincount(parsed.item_NS[0] + 1, minlength=5)[1:]
+    total = broadcast_ranks(adv_NK, parsed.item_NS).sum()
+    assert torch.isclose(total, (adv_NK[0] * tokens_K).sum())
+
+
+def owners(pieces, k=9, **rules):
+    return parse_list(pieces, k, **rules).item_of_token_S.tolist()
+
+
+def test_newline_tokens_belong_to_the_item_before():
+    assert owners(["A (1990)", "\n", "B (1991)", "\n", "\n", "C (1992)"]) == [0, 0, 1, 1, 1, 2]
+    assert owners(["A (1990)", "\nB", " (1991)"]) == [0, 0, 1]
+    assert owners(["A (1990)\n\n\nB", " (1991)"]) == [0, 1]
+
+
+def test_carriage_returns_count_once_even_when_split_between_tokens():
+    for pieces in (
+        ["A (1990)\r\n", "B (1991)"],
+        ["A (1990)\r", "\nB (1991)"],
+        ["A (1990)", "\r", "\n", "B (1991)"],
+    ):
+        parsed = parse_list(pieces, 4)
+        assert [x.title for x in parsed.items] == ["A", "B"]
+    assert owners(["A (1990)", "\r", "\n", "B (1991)"]) == [0, 0, 0, 1]
+    assert owners(["Hello:\r", "\n", "A (1990)"]) == [-1, -1, 0]
+
+
+def test_separators_hold_no_rank():
+    assert owners(["\n", "\n", "A (1990)\n", "---", "\n", "B (1991)"]) == [-1, -1, 0, 0, 0, 1]
+
+
+def test_prose_before_and_after_is_nobodys():
+    pieces = ["Sure:\n", "A (1990)\n", "B, 1991\n", "C (1992)", "\n\n", "Have fun!", None]
+    parsed = parse_list(pieces, 4)
+    assert parsed.item_of_token_S.tolist() == [-1, 0, 1, 2, 2, -1, -1]
+    assert [x.status for x in parsed.items] == ["ok", "malformed", "ok"]
+
+
+def test_a_token_with_prose_and_item_covers_the_item():
+    assert owners(["Sure:\nHeat", " (1995)"]) == [0, 0]
+
+
+def test_malformed_first_and_last_lines_keep_their_slots():
+    parsed = parse_list("Alien, 1979\nHeat (1995)\nScream", 4)
+    assert [x.status for x in parsed.items] == ["malformed", "ok", "malformed"]
+
+
+def test_dropped_lines_lose_rank_and_tokens():
+    pieces = ["A (1990)\n", "bad line\n", "C (1992)"]
+    parsed = parse_list(pieces, 4, drop_malformed=True)
+    assert parsed.item_of_token_S.tolist() == [0, -1, 1]
+    assert [(x.title, x.token_start) for x in parsed.items] == [("A", 0), ("C", 2)]
+
+
+def test_overflow_is_one_bin_outside_the_ranks():
+    parsed = parse_list(["A (1990)\n", "B (1991)\n", "C (1992)\n", "D, 1993", None], 2)
+    assert parsed.item_of_token_S.tolist() == [0, 1, -1, -1, -1]
+    assert parsed.overflow_S.tolist() == [False, False, True, True, False]
+    assert [x.status for x in parsed.items] == ["ok", "ok", "overflow", "overflow"]
+    assert [x.malformed for x in parsed.items] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("pieces", [[], [None], ["\n"], ["", None], [" \n \r\n", None, None]])
+def test_answers_without_content(pieces):
+    parsed = parse_list(pieces, 3)
+    assert parsed.items == () and parsed.parse_error
+    assert parsed.item_of_token_S.tolist() == [-1] * len(pieces)
+
+
+def test_a_list_without_end_token_is_cut_where_it_is_cut():
+    parsed = parse_list(["A (1990)\n", "B (19"], 3, prose=False)
+    assert [x.status for x in parsed.items] == ["ok", "malformed"]
+    assert parsed.item_of_token_S.tolist() == [0, 1]
+
+
+def test_status_order():
+    parser = ListParser(6, ["Heat (1995)", "Big (1988)"])
+    text = "HEAT (1995)\nheat (1995)\nBig (1988)\nbig (1988)\nJaws (1975)\nJaws (1975)\nHeat (1995)"
+    got = [x.status for x in parser(text, seen=["big"]).items]
+    assert got == ["ok", "duplicate", "seen", "seen", "unknown", "unknown", "overflow"]
+    assert set(got) <= set(STATUSES)
+
+
+def byte_level_tokenizer():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(["Heat (1995)\nFargo (1996)\n\nAmélie (2001)\n"] * 9, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def test_pieces_of_a_byte_level_tokenizer_join_to_the_text():
+    tokenizer = byte_level_tokenizer()
+    text = "1. 千と千尋の神隠し (2001)\r\n2. Amélie (2001)\n\n3. 🎬🎞 Heat (1995)\n"
+    ids = tokenizer(text)["input_ids"]
+    pieces = token_pieces(tokenizer, [*ids, tokenizer.eos_token_id, 0, 0])
+    assert pieces[len(ids) :] == [None] * 3
+    assert "".join(pieces[: len(ids)]) == text == tokenizer.decode(ids)
+    assert "" in pieces  # bytes of a character that a later token completes
+    parsed = parse_list(pieces, 3)
+    assert [x.title for x in parsed.items] == ["千と千尋の神隠し", "Amélie", "🎬🎞 Heat"]
+    for item in parsed.items:
+        span = tokenizer.decode(ids[item.token_start : item.token_end])
+        assert item.title in span and str(item.year) in span
+    for n in range(len(ids)):  # an answer cut anywhere, even inside a character
+        assert "".join(token_pieces(tokenizer, ids[:n])) == tokenizer.decode(ids[:n])
+
+
+# ---------------------------------------------------------------- relevance
+
+rel_K = st.lists(st.booleans(), min_size=1, max_size=20)
+
+
+@FAST
+@given(rel_K)
+def test_suffix_sum_equals_the_double_loop(rel):
+    n = len(rel)
+    want = [sum(rel[j] / math.log2(j + 2) for j in range(k, n)) for k in range(n)]
+    np.testing.assert_allclose(log_decay(np.array([rel]))[0], want, atol=1e-12)
+
+
+@FAST
+@given(rel_K, st.floats(1.01, 50))
+def test_exponential_equals_its_recursion(rel, gamma):
+    want, after = [], 0.0
+    for hit in reversed(rel):
+        after = hit + after / gamma
+        want.insert(0, after)
+    np.testing.assert_allclose(exp_decay(np.array([rel]), gamma)[0], want, rtol=1e-12)
+    np.testing.assert_array_equal(exp_decay(np.array([rel]), math.inf), exp_inf(np.array([rel])))
+
+
+def test_golden_rewards():
+    rel = np.array([[0, 1, 0, 0, 1]])
+    want = [1.01778, 1.01778, 0.38685, 0.38685, 0.38685]
+    np.testing.assert_allclose(log_decay(rel)[0], want, atol=1e-5)
+    np.testing.assert_array_equal(exp_decay(rel, 2.0)[0], [0.5625, 1.125, 0.25, 0.5, 1])
+    np.testing.assert_array_equal(exp_inf(rel)[0], [0, 1, 0, 0, 1])
+    np.testing.assert_allclose(discounts(5), [1, 0.63093, 0.5, 0.43068, 0.38685], atol=1e-5)
+
+
+def test_year_tolerance_and_consumption():
+    parse = ListParser(5)
+    relevant = ["Heat (1995)"]
+    for year, want in ((1993, 1), (1992, 0), (1997, 1), (1998, 0)):
+        assert hits_of(parse(f"Heat ({year})"), relevant).sum() == want
+    assert hits_of(parse("Heat (1995)\nHeat (1996)"), relevant).tolist() == [1, 0, 0, 0, 0]
+    two = ["Sabrina (1954)", "Sabrina (1995)"]
+    assert hits_of(parse("Sabrina (1995)\nSabrina (1954)"), two).tolist() == [1, 1, 0, 0, 0]
+    shelf = Titles(["X (1990)", "X (1992)", "X (1994)"])
+    assert shelf.find("x", 1992) == ("x", 1992)
+    assert shelf.find("x", 1991) == ("x", 1992)
+    assert shelf.find("x", 1988) == ("x", 1990)
+
+
+def test_list_shorter_than_k_gets_nan_or_what_was_asked():
+    parser = ListParser(4)
+    call = dict(prompts=["p"], completions=["Heat (1995)"], relevant=[["Heat"]])
+    row = make_relevance_reward(parser)(**call)[0]
+    assert row[0] == 1 and all(map(math.isnan, row[1:]))
+    assert make_relevance_reward(parser, missing=0.0)(**call) == [[1, 0, 0, 0]]
+
+
+# ---------------------------------------------------------------- safety and the old behaviour
+
+FILMS = [f"Film {c} ({1980 + i})" for i, c in enumerate("ABCDEFGHIJ")]
+RISKS = {f: {"horror": i / 9, "war": 1 - i / 9} for i, f in enumerate(FILMS)}
+
+
+def old_reward(text, relevant, seen, avoid, k, variant, lambda_safe, penalty_safe):
+    "The earlier combined reward as published, written naively: malformed lines dropped, unknown titles safe."
+    titles = [x for x in (read_item(row) for row in text.split("\n")) if x]
+    left, out = {(t[:-7], int(t[-5:-1])) for t in relevant}, []
+    hit, bad = [0.0] * k, [0.0] * k
+    for i, (title, year) in enumerate(titles[:k]):
+        name = f"{title} ({year})"
+        if name in FILMS and name not in seen and (title, year) in left:
+            left.remove((title, year))
+            hit[i] = 1.0
+        bad[i] = float(any(RISKS.get(name, {}).get(t, 0.0) >= 0.66 for t in avoid))
+    for i in range(k):
+        if variant == "log_decay":
+            relevance = sum(hit[j] / math.log2(j + 2) for j in range(i, k))
+        else:
+            relevance = hit[i]
+        out.append(relevance - lambda_safe * penalty_safe * bad[i] / math.log2(i + 2))
+    return out
+
+
+@pytest.mark.parametrize("variant", ["log_decay", "exp_inf"])
+def test_combined_reward_equals_the_old_one(variant):
+    rng = random.Random(0)
+    extra = ["Film Z (1999)", "no year here", "Film A 1980", ""]
+    oracle = SafetyOracle(RISKS, unknown="safe")
+    parser = ListParser(6, FILMS, drop_malformed=True, prose=False)
+    old_options = dict(missing=0.0, error=0.0, lambda_safe=0.8, penalty_safe=1.5)
+    reward = make_safe_reward(parser, oracle, variant, **old_options)
+    rows, want, columns = [], [], {"relevant": [], "seen": [], "avoid": []}
+    for _ in range(200):
+        films = rng.sample(FILMS, rng.randint(0, 8))
+        text = "\n".join(rng.choice(extra) if rng.random() < 0.2 else f for f in films)
+        relevant, seen = rng.sample(FILMS, 4), rng.sample(FILMS, 2)
+        avoid = rng.sample(["horror", "war"], rng.randint(0, 2))
+        rows.append(text)
+        want.append(old_reward(text, relevant, seen, avoid, 6, variant, 0.8, 1.5))
+        for name, value in zip(columns, (relevant, seen, avoid)):
+            columns[name].append(value)
+    got = reward(["p"] * 200, rows, **columns, unused=[0] * 200)
+    np.testing.assert_allclose(got, want, atol=1e-12)
+    parts = [
+        make_relevance_reward(parser, variant, missing=0.0)(["p"] * 200, rows, **columns),
+        make_safety_reward(parser, oracle, variant, 0.8, 1.5, 0.0, 0.0)(
+            ["p"] * 200, rows, **columns
+        ),
+    ]
+    np.testing.assert_allclose(np.sum(parts, 0), want, atol=1e-12)
+    make = {"log_decay": make_safe_reward_func, "exp_inf": make_safe_reward_func_individual}
+    named = make[variant](6, FILMS, oracle, 0.8, 1.5, missing=0.0, error=0.0)
+    old_columns = dict(
+        groundtruth_with_release_year=columns["relevant"],
+        seen_titles=columns["seen"],
+        constraints=columns["avoid"],
+    )
+    good = [i for i, t in enumerate(rows) if all(read_item(x) for x in t.split("\n"))]
+    pick = lambda x: [x[i] for i in good]
+    got = named(["p"] * len(good), pick(rows), **{k: pick(v) for k, v in old_columns.items()})
+    np.testing.assert_allclose(got, pick(want), atol=1e-12)
+
+
+def test_safety_threshold_policy_and_discount():
+    oracle = SafetyOracle({"A (1990)": {"x": 0.66}, "B (1990)": {"x": 0.6599}}, unknown=0.5)
+    parser = ListParser(4)
+    call = dict(prompts=["p"], completions=["B (1990)\nA (1990)\nC (1990)\nno"], avoid=[["x"]])
+    for variant in ("log_decay", "exp_inf", "exp"):
+        row = make_safety_reward(parser, oracle, variant, 2.0, 3.0)(**call)[0]
+        np.testing.assert_allclose(row, [0, -6 / math.log2(3), -3 / 2, 0], atol=1e-12)
+
+
+def test_unreadable_is_never_better_than_a_violation():
+    oracle, parser = SafetyOracle(RISKS, unknown="safe"), ListParser(4, FILMS)
+    reward = make_safety_reward(parser, oracle, lambda_safe=0.5, penalty_safe=3.0)
+    rows = reward(["p"] * 3, ["", "sorry", "\n".join(FILMS[-4:])], avoid=[["horror"]] * 3)
+    assert rows[0] == rows[1] == [-1.5] * 4
+    assert all(bad >= err for bad, err in zip(rows[2], rows[1])) and rows[2][0] == -1.5
+
+
+def test_titles_outside_the_table_follow_the_policy():
+    parser = ListParser(1)
+    call = dict(prompts=["p"], completions=["Saw (2004)"], avoid=[["horror"]])
+    for unknown, want in (("safe", 0), ("unsafe", -1), (0.25, -0.25)):
+        assert make_safety_reward(parser, SafetyOracle(RISKS, unknown))(**call) == [[want]]
+    with pytest.raises(TypeError, match="unknown"):
+        SafetyOracle(RISKS)
+    m = ranking_metrics([parser("Saw (2004)")], [[]], [["horror"]], SafetyOracle(RISKS, "safe"))
+    assert m["unknown_title"] == 1 and m["svr@1"] == 0
+
+
+# ---------------------------------------------------------------- with advantages
+
+
+def z_scores(rewards, ids, eps=1e-4):
+    groups, s = Groups.of(ids), group_stats(rewards, ids)
+    z = (rewards.double() - groups.expand(s.mean)) / (groups.expand(s.std) + eps)
+    return torch.where(groups.expand(s.constant), 0.0, torch.nan_to_num(z))
+
+
+def gdpo(rewards_NRK, ids, eps=1e-4):
+    s = z_scores(rewards_NRK, ids).sum(1)
+    return (s - s.mean()) / (s.std() + eps)
+
+
+def random_lists(seed, n=32):
+    rng = random.Random(seed)
+    return ["\n".join(rng.sample(FILMS, 5)) for _ in range(n)]
+
+
+@pytest.mark.parametrize("variant", ["log_decay", "exp_inf"])
+def test_lambda_and_penalty_cancel_under_gdpo(variant):
+    parser, oracle = ListParser(5, FILMS), SafetyOracle(RISKS, "unsafe")
+    ids = [i // 8 for i in range(32)]
+    call = dict(
+        prompts=["p"] * 32,
+        completions=random_lists(1),
+        relevant=[FILMS[:4]] * 32,
+        avoid=[["horror"]] * 32,
+    )
+    rel = torch.tensor(make_relevance_reward(parser, variant)(**call))
+    adv = []
+    for lam, pen in ((1, 1), (10, 1), (1, 7)):
+        safety = make_safety_reward(parser, oracle, variant, lam, pen)
+        adv.append(gdpo(torch.stack([rel, torch.tensor(safety(**call))], 1), ids))
+    assert (adv[0] - adv[1]).abs().max() < 2e-3 and (adv[0] - adv[2]).abs().max() < 2e-3
+    combined = [
+        z_scores(
+            torch.tensor(make_safe_reward(parser, oracle, variant, lambda_safe=x)(**call)), ids
+        )
+        for x in (1.0, 10.0)
+    ]
+    assert (combined[0] - combined[1]).abs().max() > 0.1  # in a sum the scale does matter
+    with pytest.warns(UserWarning, match="lambda_safe = 10 of reward 'safety' has no effect"):
+        warn_cancelling_scales([make_safety_reward(parser, oracle, lambda_safe=10)], "gdpo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert warn_cancelling_scales([make_count_reward(parser, 0.5)], "grpo") == []
+
+
+def test_hit_and_violation_on_the_same_only_item_cancel():
+    rel = torch.tensor([[0.0], [0], [1], [0]])
+    rewards = torch.stack([rel, -0.63 * rel], 1)
+    assert z_scores(rewards, [0] * 4).sum(1).abs().max() < 1e-3
+    assert z_scores(rewards.sum(1), [0] * 4)[2] > 1.4  # summed, the violation is rewarded
+
+
+def test_normalising_within_one_list_favours_rank_one():
+    hits = np.random.default_rng(0).random((64, 5)) < 0.3
+    hits[:, 4] |= ~hits.any(1)
+    r_NK = torch.from_numpy(log_decay(hits).copy())
+    within = r_NK - r_NK.mean(1, keepdim=True)
+    assert (within[:, 0] >= -1e-12).all()  # wrong: never negative, however bad the list
+    over = z_scores(r_NK, [i // 8 for i in range(64)])
+    assert (over[:, 0] < 0).float().mean() > 0.3
+
+
+def test_malformed_line_does_not_shift_rewards_between_tokens():
+    pieces = ["A (1990)\n", "B, 1991\n", "C (1992)\n", "D (1993)"]
+    parser = ListParser(4, prose=False)
+    row = make_relevance_reward(parser, "exp_inf")(["p"], [pieces], relevant=[["C"]])
+    on_tokens = broadcast_ranks(torch.tensor(row), stack_lists([parser(pieces)]).item_NS)
+    assert on_tokens.tolist() == [[0, 0, 1, 0]]
+
+
+def test_relevance_and_safety_see_the_same_object():
+    parser, seen_by = ListParser(4, FILMS), []
+    oracle = SafetyOracle(RISKS, "unsafe")
+    text = "\n".join(FILMS[:4])
+    original = parser.__class__.__call__
+
+    class Spy(ListParser):
+        def __call__(self, *a):
+            seen_by.append(original(self, *a))
+            return seen_by[-1]
+
+    spy = Spy(4, FILMS)
+    columns = dict(relevant=[FILMS], avoid=[["war"]], seen=[[FILMS[0]]])
+    for make in (make_relevance_reward, lambda p: make_safety_reward(p, oracle)):
+        make(spy)(["p"], [text], **columns)
+    assert len(seen_by) == 2 and seen_by[0] is seen_by[1]
+
+
+def test_diagnostics_ignore_ranks_that_do_not_exist():
+    r = torch.tensor([[[1.0, NAN]], [[0, NAN]], [[1, NAN]], [[1, NAN]]])
+    d = rank_diagnostics(r, [0, 0, 1, 1], torch.zeros(4, 2), ["hit"])
+    assert d["dead_cells/hit"] == 0.5 and d["share/hit"] == 0.0
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def gathered(rank, store):
+    "What one of two processes sees after gathering; process 1 has the longer list."
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    pieces = ["A (1990)\n"] * (1 + 3 * rank)
+    batch = stack_lists([parse_list(pieces, 3)], shared_width(len(pieces)))
+    out = [torch.zeros_like(batch.item_NS) for _ in range(2)]
+    dist.all_gather(out, batch.item_NS)
+    dist.destroy_process_group()
+    return torch.cat(out).tolist()
+
+
+def test_processes_with_different_lists_gather_equal_shapes(tmp_path):
+    code = (
+        "import torch\nfrom grpo_nb.ranking import parse_list, shared_width, stack_lists\n"
+        f"{inspect.getsource(gathered)}\nprint(gathered(1, {str(tmp_path / 'store')!r}))"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        want = [[0, -1, -1, -1], [0, 1, 2, -1]]
+        assert gathered(0, tmp_path / "store") == want
+        assert other.communicate(timeout=60)[0].strip() == str(want)
+    finally:
+        other.kill()
+
+
+# ---------------------------------------------------------------- refused inputs
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: ListParser(0), "at least one rank"),
+        (lambda: Titles([3]), "pair \\(title, year\\), got 3"),
+        (lambda: exp_decay(np.ones((1, 2)), 0.5), "gamma > 1"),
+        (lambda: make_relevance_reward(ListParser(2), "exp_ing"), "Did you mean 'exp_inf'"),
+        (lambda: make_relevance_reward(ListParser(2))(["p"], ["x"]), "'relevant'"),
+        (
+            lambda: make_relevance_reward(ListParser(2))(["p"], ["x"], relevant=[[], []]),
+            "2 entries",
+        ),
+        (lambda: SafetyOracle({}, unknown="no"), "'safe', 'unsafe'"),
+        (lambda: SafetyOracle({}, unknown=True), "'safe', 'unsafe'"),
+        (
+            lambda: SafetyOracle(RISKS, "safe").violates("A", None, ["horor"]),
+            "Did you mean 'horror'",
+        ),
+        (lambda: broadcast_ranks(torch.ones(1, 1), torch.tensor([[1]])), "same K"),
+    ],
+)
+def test_refused_with_a_message(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_old_penalty_of_a_rank_that_overflows_is_refused():
+    parser = ListParser(1)
+    reward = make_relevance_reward(parser, penalties={"overflow": 1.0})
+    with pytest.raises(ValueError, match="Unknown item status 'overflow'"):
+        reward(["p"], ["A (1990)\nB (1991)"], relevant=[[]])
