@@ -47,7 +47,7 @@ def run_notebook(path: Path, flags: set[str]) -> str:
     class Keep(Exception):
         pass
 
-    shell = CaptureShell(path)
+    shell = CaptureShell(path, mpl_format="png")
     old = {c.id: c for c in read_nb(path).cells}
     here = os.getcwd()
     os.chdir(path.parent)

@@ -154,7 +154,8 @@ class UpdateReport:
         "One number per name for the log: means over the updates that happened; NaN if none did."
         took = [r for r in self.rows if not r["stopped"] and not r["skipped"]]
         names = dict.fromkeys(k for r in took for k, v in r.items() if isinstance(v, float))
-        out = {k: sum(r.get(k, math.nan) for r in took) / len(took) for k in names}
+        values = {k: [r[k] for r in took if k in r] for k in names}
+        out = {k: sum(v) / len(v) for k, v in values.items()}
         out |= {
             "updates_per_rollout": self.done,
             "upd/n_done": self.done,
@@ -246,7 +247,7 @@ def _accumulate(policy, rollout, advantages, old_NS, ref_NS, part, c, first) -> 
     skip = skip and c.kl_stop.target is None and c.kl_stop.target_ref is None
     rows = part[~zero_N] if skip else part
     mask_NS = rollout.mask_NS[part]
-    totals, metrics, kl_ref = window_denominators(mask_NS, c.loss), [], []
+    totals, metrics, kl_ref, first_diff = window_denominators(mask_NS, c.loss), [], [], 0.0
     for micro in micro_batches(rollout.lengths_N, rows, c.micro_tokens):
         piece = rollout[micro]
         logp = policy.logp(piece)
@@ -256,7 +257,9 @@ def _accumulate(policy, rollout, advantages, old_NS, ref_NS, part, c, first) -> 
             fresh = move(
                 1 - (torch.as_tensor(rollout.info.get("age", torch.zeros(len(rollout)))) > 0).long()
             )
-            mismatch(logp, old, mask & fresh.bool()[:, None], c.check_tol)
+            first_diff = max(
+                first_diff, mismatch(logp, old, mask & fresh.bool()[:, None], c.check_tol)
+            )
         loss, m = policy_loss(
             logp,
             old,
@@ -281,6 +284,8 @@ def _accumulate(policy, rollout, advantages, old_NS, ref_NS, part, c, first) -> 
         raise ValueError(
             "kl_stop.stat='exact' needs a policy that offers kl_old(rollout); use 'k3' or 'auto'."
         )
+    if first:
+        out["upd/first_logp_diff"] = first_diff
     return out | {
         "n_samples": len(part),
         "n_zero_advantage": int(zero_N.sum()),
