@@ -1227,8 +1227,8 @@ class GroupCollector:
 
     def finish(self) -> Collected:
         "Close the step at the end of the data: a partial batch is trained on or dropped, and counted."
-        if self.status == "full":
-            return self._close("full")
+        if self.status in ("closed", "full"):
+            return self.take()
         train = self.config.on_end == "train_partial" and self.num_held
         if self.num_held and not train and self.config.surplus == "drop":
             self.warn(
