@@ -1,0 +1,1120 @@
+"The group filter and collector: recorded peers, properties, caps, carry-over, resume, logs."
+
+import json
+import logging
+import math
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_nb.core import Groups, Rollout
+from grpo_nb.filter_groups import (
+    FilterCapError,
+    FilterGroupsConfig,
+    GroupCollector,
+    StdCache,
+    UnknownMetric,
+    adaptive_cap,
+    check_filter,
+    decide,
+    diagnose,
+    expected_gen_batches,
+    format_summary,
+    keep_groups,
+    next_batch_size,
+    p_dead,
+    parse_filter_logs,
+    plot_filter_logs,
+    recommend,
+    resolve_metric,
+    rollout_from_state,
+    rollout_to_state,
+    split_groups,
+)
+
+CASES = json.loads((Path(__file__).parent / "conformance/filter_groups_verl.json").read_text())
+CASES = {c["name"]: c for c in CASES["cases"]}
+QUIET = dict(enable=True, metric="acc", log_format=None)
+DEAD, LIVE = [1, 1], [0, 1]
+nan = float("nan")
+
+
+def rollout_of(uids, values, **info):
+    n = len(uids)
+    return Rollout(
+        group_N=Groups.of(uids).index_N,
+        tasks=list(uids),
+        states={"ids": torch.arange(n)},
+        mask_NS=torch.ones(n, 2, dtype=torch.bool),
+        old_logp_NS=torch.rand(n, 2, generator=torch.Generator().manual_seed(n)),
+        rewards_NR=torch.tensor(values, dtype=torch.float64).view(n, 1),
+        reward_names=("acc",),
+        info={"row": torch.arange(n)} | info,
+    )
+
+
+def groups_of(*groups, start=0):
+    uids = [f"g{start + i}" for i, g in enumerate(groups) for _ in g]
+    return rollout_of(uids, [v for g in groups for v in g])
+
+
+class Script:
+    "Generation batches from a list, whatever size is asked for; None at the end."
+
+    def __init__(self, *batches):
+        self.batches, self.asked = list(batches), []
+
+    def __call__(self, num_prompts):
+        self.asked.append(num_prompts)
+        if not self.batches:
+            return None
+        batch = self.batches.pop(0)
+        return batch if isinstance(batch, Rollout) else groups_of(*batch)
+
+
+class Source:
+    "Groups of tasks with random pass rates from its own generator."
+
+    def __init__(self, seed=0, G=4):
+        self.rng, self.G, self.given = torch.Generator().manual_seed(seed), G, 0
+
+    def __call__(self, num_prompts):
+        p = torch.rand(num_prompts, 1, generator=self.rng)
+        hits = torch.rand(num_prompts, self.G, generator=self.rng) < p
+        self.given += num_prompts
+        return groups_of(*hits.double().tolist(), start=self.given - num_prompts)
+
+    def snapshot(self):
+        state, given = self.rng.get_state(), self.given
+
+        def undo():
+            self.rng.set_state(state)
+            self.given = given
+
+        return undo
+
+
+def same(a, b):
+    if a is None or b is None:
+        return a is b
+    return a.columns().keys() == b.columns().keys() and all(
+        torch.equal(x, b.columns()[k]) and x.dtype == b.columns()[k].dtype
+        if isinstance(x, torch.Tensor)
+        else list(x) == list(b.columns()[k])
+        for k, x in a.columns().items()
+    )
+
+
+# --- recorded peers ------------------------------------------------------------------------------
+
+
+def wanted(case):
+    return case["expected_right"] if "expected_right" in case else case["expected"]
+
+
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c["params"]["op"] == "filter"])
+def test_conformance_filter(name):
+    case = CASES[name]
+    uids, want = case["inputs"]["uids"], wanted(case)
+    d = keep_groups(case["inputs"]["metric"], uids)
+    rows = d.keep_N.nonzero()[:, 0].tolist()
+    assert rows == want["kept_rows"]
+    assert list(dict.fromkeys(uids[i] for i in rows)) == want["kept_uids"]
+
+
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c["params"]["op"] == "accumulate"])
+def test_conformance_accumulate(name):
+    case, params = CASES[name], CASES[name]["params"]
+    want = wanted(case)
+    batches = [
+        rollout_of(b["uids"], b["metric"], gen=torch.full((len(b["uids"]),), i))
+        for i, b in enumerate(case["inputs"]["gen_batches"])
+    ]
+    script, total = Script(*batches), len(batches)
+    config = FilterGroupsConfig(**QUIET, max_num_gen_batches=params["max_num_gen_batches"])
+    c = GroupCollector(config, params["train_batch_size"])
+    steps, left, error = [], [], None
+    while True:
+        try:
+            s = c.collect(script)
+        except FilterCapError:
+            error = {"at_gen_batch": total - len(script.batches) - 1}
+            error |= {"num_gen_batches": c.tally.batches, "kept_prompts": c.num_held}
+            break
+        if s.outcome == "end":
+            break
+        r = s.rollout
+        rows = [list(x) for x in zip(r.info["gen"].tolist(), r.info["row"].tolist())]
+        steps.append((s, list(dict.fromkeys(r.tasks)), rows))
+    if error is None:
+        left = s.metrics["filter/surplus"]
+    assert [s.num_gen_batches for s, *_ in steps] == [w["num_gen_batches"] for w in want["steps"]]
+    assert [p for _, p, _ in steps] == [w["prompts"] for w in want["steps"]]
+    assert [r for *_, r in steps] == [w["rows"] for w in want["steps"]]
+    surplus = [s.metrics["filter/surplus"] for s, *_ in steps]
+    assert surplus == [w["surplus_prompts"] for w in want["steps"]]
+    if "error" in want:
+        assert error.items() <= want["error"].items() and want["error"]["error"] == "ValueError"
+    else:
+        assert error is None and left == len(want["left_over_prompts"])
+
+
+def test_every_record_was_compared():
+    assert len(CASES) == 36
+    assert {c["params"]["op"] for c in CASES.values()} == {"filter", "accumulate"}
+
+
+# --- the rule ------------------------------------------------------------------------------------
+
+
+def test_golden_deviations():
+    rows = [
+        [1, 0, 1, 0, 1, 0, 1, 1],
+        [1, 1, 1, 1, 1, 1, 0, 1],
+        [1, 0, 1, 1, 0, 1, 1, 0],
+        [1] * 8,
+        [0] * 8,
+    ]
+    d = keep_groups(np.ravel(rows), np.repeat(np.arange(5), 8))
+    got = d.std_PC[:, 0].tolist()
+    assert got[:3] == pytest.approx([0.48412, 0.33072, 0.48412], abs=1e-5)
+    assert got[3:] == [0.0, 0.0]
+    assert d.reasons() == ["kept"] * 3 + ["all_high", "all_low"]
+
+
+@pytest.mark.parametrize("n", range(2, 17))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_constant_groups_are_dropped_whatever_the_rounding(n, dtype):
+    for v in (0.1, 0.2, 0.3, 0.35, 0.7, 0.95, 1 / 3, -0.1, 12345.678):
+        x = torch.full((2 * n,), v, dtype=dtype)
+        ids = torch.arange(2 * n) % 2
+        assert keep_groups(x, ids).num_kept == 0
+        assert keep_groups(x, torch.arange(2 * n) // n).num_kept == 0
+
+
+metric_values = st.sampled_from([0.0, 1.0, 0.1, 0.35, -2.0, 0.1 + 1e-16, nan])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), metric_values), min_size=1, max_size=40), st.randoms())
+def test_matches_the_definition_and_ignores_order(rows, rnd):
+    def kept(rows):
+        d = keep_groups([v for _, v in rows], [f"u{g}" for g, _ in rows])
+        return {g for (g, _), k in zip(rows, d.keep_N.tolist()) if k}
+
+    want = set()
+    for g in {g for g, _ in rows}:
+        valid = [v for h, v in rows if h == g and not math.isnan(v)]
+        if len(valid) == 1 or (len(valid) > 1 and max(valid) != min(valid)):
+            want.add(g)
+    assert kept(rows) == want
+    shuffled = list(rows)
+    rnd.shuffle(shuffled)
+    assert kept(shuffled) == want
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 10**6))
+def test_kept_exactly_where_an_advantage_would_be_nonzero(P, G, seed):
+    rng = torch.Generator().manual_seed(seed)
+    r = torch.randint(0, 2, (P, G), generator=rng).double() * 0.7
+    d = keep_groups(r.flatten(), torch.arange(P).repeat_interleave(G), singles="drop")
+    spread = (r - r[:, :1]).abs().amax(1) > 0
+    assert torch.equal(d.keep_P, spread)
+
+
+def test_singles_and_nan():
+    values, ids = [1, nan, nan, nan, 0, 1, 5], ["a", "a", "b", "b", "c", "c", "d"]
+    d = keep_groups(values, ids)
+    assert d.reasons() == ["single", "invalid", "kept", "single"]
+    assert d.keep_P.tolist() == [True, False, True, True] and d.n_invalid == 3
+    assert keep_groups(values, ids, singles="drop").keep_P.tolist() == [False, False, True, False]
+    with pytest.raises(ValueError, match="2 of 4 groups have one valid sample"):
+        keep_groups(values, ids, singles="error")
+    with pytest.raises(ValueError, match="Did you mean 'keep'"):
+        keep_groups(values, ids, singles="kep")
+
+
+def test_band_is_on_top_of_variation():
+    values, ids = [0.5, 0.5, 0, 1, 0.9, 1.0], [0, 0, 1, 1, 2, 2]
+    d = keep_groups(values, ids, band=(0.1, 0.9))
+    assert d.reasons() == ["constant", "kept", "band"]
+
+
+def test_min_spread_and_levels_outside_the_unit_interval():
+    d = keep_groups([-1, -1, 1, 1, 0, 0, 0, 0.01], [0, 0, 1, 1, 2, 2, 3, 3], min_spread=0.02)
+    assert d.reasons() == ["all_low", "all_high", "constant", "narrow"]
+
+
+def test_shape_errors():
+    with pytest.raises(ValueError, match="3 values for 2 group ids"):
+        keep_groups([1, 2, 3], [0, 0])
+    with pytest.raises(ValueError, match="infinite"):
+        keep_groups([1, math.inf], [0, 0])
+
+
+# --- metrics and configuration -------------------------------------------------------------------
+
+
+def test_metric_sources():
+    r = groups_of([1, 0], [1, 1])
+    token = torch.tensor([[1.0, 2], [3, 4], [5, 6], [7, 8]])
+    r = r.replace(
+        info=r.info | {"token_level_rewards": token, "judge": [0.5, None, 1, True]},
+        mask_NS=torch.tensor([[1, 1], [1, 0], [0, 1], [0, 0]]).bool(),
+    )
+    assert resolve_metric(r, "acc").tolist() == [1, 0, 1, 1]
+    assert resolve_metric(r, "token_level_rewards").tolist() == [3, 3, 6, 0]
+    assert resolve_metric(r, "seq_final_reward").tolist() == [3, 3, 6, 0]
+    assert resolve_metric(r, "seq_reward").tolist() == [1, 0, 1, 1]
+    assert resolve_metric(r, "score").tolist() == [1, 0, 1, 1]
+    assert resolve_metric(r, "judge")[1].isnan() and resolve_metric(r, "judge")[3] == 1
+    assert resolve_metric(r, lambda x: x.lengths_N).tolist() == [2, 1, 1, 0]
+
+
+def test_missing_metric_lists_what_there_is():
+    for kind in (KeyError, ValueError, UnknownMetric):
+        with pytest.raises(kind, match="Available: acc, row, score"):
+            resolve_metric(groups_of([1, 0]), "accuracy_reward")
+    with pytest.raises(UnknownMetric, match="Did you mean 'acc'"):
+        check_filter(FilterGroupsConfig(enable=True, metric="accc"), 8, ["acc", "format"])
+
+
+def test_a_dict_reward_is_refused_by_name():
+    r = groups_of([1, 0])
+    r = r.replace(info={"score": [{"acc": 1}, {"acc": 0}]})
+    with pytest.raises(
+        ValueError, match="'score' needs one number per sample, its column holds dict"
+    ):
+        resolve_metric(r, "score")
+
+
+def test_config_from_yaml_and_overrides():
+    from omegaconf import OmegaConf
+
+    text = """
+    filter_groups:
+      _target_: verl.trainer.config.FilterGroupsConfig
+      enable: False
+      metric: null
+      max_num_gen_batches: 0
+    """
+    block = OmegaConf.merge(
+        OmegaConf.create(text),
+        OmegaConf.from_dotlist(["filter_groups.enable=True", "filter_groups.metric=[acc,score]"]),
+    )
+    c = FilterGroupsConfig.from_dict(block.filter_groups)
+    assert (c.enable, c.metrics, c.max_num_gen_batches) == (True, ("acc", "score"), 0)
+    with pytest.raises(ValueError, match="Unknown filter_groups option 'metrics'.*'metric'"):
+        FilterGroupsConfig.from_dict({"metrics": "acc"})
+    structured = OmegaConf.structured(FilterGroupsConfig())
+    structured.metric = "acc"
+    again = OmegaConf.to_object(structured)
+    assert again == FilterGroupsConfig(metric="acc") and again.rule_name == "metric"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(singles="maybe"),
+        dict(on_cap="ignore"),
+        dict(surplus="keep"),
+        dict(enable=1),
+        dict(max_num_gen_batches=True),
+        dict(max_staleness=-1),
+        dict(min_spread=-0.1),
+        dict(min_spread=nan),
+        dict(oversample=0.5),
+        dict(band=(1, 0)),
+        dict(band=(1, 2, 3)),
+        dict(metric=[3]),
+        dict(metric="acc", rule="combined"),
+        dict(rule="metric"),
+    ],
+)
+def test_bad_options_are_refused(bad):
+    with pytest.raises(ValueError, match="filter_groups"):
+        FilterGroupsConfig(**bad)
+
+
+def test_one_generation_is_refused_early():
+    with pytest.raises(ValueError, match="num_generations=1"):
+        GroupCollector(FilterGroupsConfig(**QUIET), 4, num_generations=1)
+    GroupCollector(FilterGroupsConfig(), 4, num_generations=1)
+
+
+def test_rules_for_several_rewards():
+    base = groups_of([0] * 4, [0] * 4)
+    first = torch.tensor([1.0, 1, 0, 1])
+    varied = torch.stack([first, 1 - first], 1)
+    r = base.replace(
+        rewards_NR=torch.cat([torch.ones(4, 2), varied]).double(), reward_names=("a", "b")
+    )
+    kept = lambda **k: decide(r, FilterGroupsConfig(**k)).keep_P.tolist()
+    assert kept(rule="all_components") == [False, True]
+    assert kept(rule="combined") == [False, False]  # equal weights: cancels
+    assert kept(rule="combined", weights={"b": 0.5}) == [False, True]
+    assert kept(rule="sum") == [False, False]
+    assert kept(rule="sum", weights={"b": 0.5}) == [False, True]
+    assert kept(rule="all_components", weights={"a": 0, "b": 0}) == [False, False]
+    assert kept(metric=["a", "b"]) == [False, True]
+    with pytest.raises(ValueError, match="Did you mean 'a'"):
+        decide(r, FilterGroupsConfig(weights={"aa": 1}))
+
+
+def test_rank_rewards_are_dead_only_if_every_cell_is_constant():
+    cells = torch.zeros(4, 2, 3)
+    cells[3, 1, 2] = 1
+    r = groups_of([0, 0], [0, 0]).replace(
+        rewards_NR=None, rewards_NRK=cells, reward_names=("rel", "safe")
+    )
+    assert decide(r, FilterGroupsConfig()).keep_P.tolist() == [False, True]
+    assert decide(r, FilterGroupsConfig(rule="combined")).keep_P.tolist() == [False, True]
+    assert decide(r, FilterGroupsConfig(metric="rel")).keep_P.tolist() == [False, False]
+
+
+# --- cost model ----------------------------------------------------------------------------------
+
+TABLE_DEAD = {
+    4: [0.815, 0.656, 0.320, 0.248, 0.125, 0.248, 0.656],
+    8: [0.663, 0.430, 0.100, 0.058, 0.008, 0.058, 0.430],
+    16: [0.440, 0.185, 0.010, 0.003, 0.000, 0.003, 0.185],
+}
+
+
+@pytest.mark.parametrize("G", TABLE_DEAD)
+def test_p_dead_table(G):
+    got = p_dead([0.05, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9], G)
+    assert np.abs(got - TABLE_DEAD[G]).max() < 6e-4
+
+
+def test_expected_batches_table_and_scipy():
+    from scipy.stats import binom
+
+    rates = [0.1, 0.3, 0.5, 0.6, 0.8, 0.9]
+    for B, row in (
+        (32, [1.97, 2.0, 2.45, 3.01, 5.48, 10.48]),
+        (1024, [2.0, 2.0, 2.49, 3.0, 5.49, 10.5]),
+    ):
+        for f, want in zip(rates, row):
+            got = expected_gen_batches(f, B)
+            n = np.arange(0, 400)
+            assert got == pytest.approx(binom.cdf(B - 1, n * B, 1 - f).sum(), rel=1e-9)
+            assert got == pytest.approx(want, abs=0.0051)
+    assert [round(expected_gen_batches(f), 2) for f in rates] == [1.11, 1.43, 2.0, 2.5, 5.0, 10.0]
+    assert expected_gen_batches(0.7, 20, gen_batch_size=7) == pytest.approx(
+        binom.cdf(19, 7 * np.arange(0, 2000), 0.3).sum(), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("carry", [False, True])
+def test_expected_batches_against_the_collector(carry):
+    options = dict(surplus="carry", max_staleness=1) if carry else {}
+    c = GroupCollector(FilterGroupsConfig(**QUIET, **options), 16)
+    source, n = Source(seed=1), 80
+    mean = np.mean([c.collect(source).num_gen_batches for _ in range(n)])
+    f = float(np.mean(p_dead(np.linspace(0, 1, 10001), 4)))
+    assert mean == pytest.approx(expected_gen_batches(f, 16, carry), rel=0.1)
+
+
+def test_recommend():
+    assert recommend(0.9, 8).filter_rate == pytest.approx(recommend(0.1, 8).filter_rate)
+    assert recommend(0.9, 8).filter_rate == pytest.approx(0.430, abs=5e-4)
+    pool = recommend(0.3, 8, concentration=0.6)
+    assert 0.55 < pool.filter_rate < 0.65
+    assert recommend([0.0, 1.0], 8).max_num_gen_batches == 0
+    assert recommend(0.5, 8).max_num_gen_batches < recommend(0.05, 8).max_num_gen_batches
+
+
+def test_adaptive_cap_faults():
+    assert adaptive_cap(32, 32, 32, 32, 1, hard=20) == 20  # rate 1, too early to judge
+    assert adaptive_cap(32, 32, 64, 64, 2, hard=20) == 2
+    assert adaptive_cap(32, 32, 64, 64, 2) == 2
+    assert adaptive_cap(32, 32, 0, 32, 1, slack=0) == 2  # floor
+    assert adaptive_cap(32, 32, 30, 32, 1, hard=5) == 5
+    assert adaptive_cap(8, 32, 16, 32, 1) == 3  # carried groups need less
+    first_alone = adaptive_cap(32, 32, 31, 32, 1)
+    pooled = adaptive_cap(32, 32, 31 + 8, 64, 2)
+    assert pooled < first_alone
+    assert next_batch_size(4, 0, 0, 1.0) == 4 and next_batch_size(4, 10, 10, 1.0, most=32) == 32
+
+
+# --- the collector -------------------------------------------------------------------------------
+
+
+def test_cap_is_exact_and_fullness_comes_first():
+    for cap in (1, 2, 3, 7):
+        script = Script(*[[DEAD, [0, 0]]] * 20)
+        c = GroupCollector(FilterGroupsConfig(**QUIET, max_num_gen_batches=cap), 2)
+        with pytest.raises(FilterCapError) as error:
+            c.collect(script)
+        assert len(script.asked) == cap
+        text = str(error.value)
+        assert f"num_gen_batches={cap} >= max_num_gen_batches={cap}" in text
+        assert f"0 of 2 groups collected, {2 * cap} of {2 * cap}" in text
+        assert f"{cap} all high, {cap} all low" in text and "on_cap" in text
+        script = Script(*[[DEAD, [0, 0]]] * (cap - 1), [LIVE, LIVE])
+        c = GroupCollector(FilterGroupsConfig(**QUIET, max_num_gen_batches=cap), 2)
+        assert c.collect(script).outcome == "full" and len(script.asked) == cap
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_no_limit(limit):
+    script = Script(*[[DEAD]] * 99, [LIVE])
+    c = GroupCollector(FilterGroupsConfig(**QUIET, max_num_gen_batches=limit), 1)
+    assert c.collect(script).num_gen_batches == 100
+
+
+def test_what_happens_at_the_cap():
+    batches = [[DEAD, LIVE], [DEAD, DEAD]]
+    options = dict(QUIET, max_num_gen_batches=2)
+    c = GroupCollector(FilterGroupsConfig(**options, on_cap="train_partial"), 2)
+    s = c.collect(Script(*batches))
+    assert (s.outcome, s.rollout.num_groups, c.train_steps) == ("partial", 1, 1)
+    s = c.collect(Script([DEAD], [DEAD]))
+    assert (s.outcome, s.rollout, c.train_steps, c.gen_steps) == ("skipped", None, 1, 4)
+    c = GroupCollector(FilterGroupsConfig(**options, on_cap="skip_step"), 2)
+    s = c.collect(Script(*batches))
+    assert (s.outcome, s.rollout, s.metrics["filter/surplus"]) == ("skipped", None, 1)
+    assert s.metrics["filter/carried"] == 0 and c.policy_version == 0
+
+
+def test_two_counters():
+    c = GroupCollector(FilterGroupsConfig(**QUIET), 2)
+    script = Script(*[[DEAD, LIVE]] * 20)
+    for _ in range(10):
+        c.collect(script)
+    assert (c.train_steps, c.gen_steps) == (10, 20)
+
+
+def test_partial_batch_at_the_end_of_the_data(caplog):
+    with caplog.at_level(logging.WARNING, "grpo_nb.filter_groups"):
+        s = GroupCollector(FilterGroupsConfig(**QUIET), 3).collect(Script([LIVE, LIVE]))
+    assert (s.outcome, s.rollout, s.metrics["filter/surplus"]) == ("end", None, 2)
+    assert "2 of 3 groups do not fill a batch" in caplog.text
+    c = GroupCollector(FilterGroupsConfig(**QUIET, on_end="train_partial"), 3)
+    assert c.collect(Script([LIVE, LIVE])).rollout.num_groups == 2
+
+
+def test_rows_stay_whole_and_columns_together():
+    uids = list("abcabcabcd")
+    r = rollout_of(uids, [1, 0, 1, 0, 1, 1, 1, 1, 0, 1], name=np.array(uids))
+    s = GroupCollector(FilterGroupsConfig(**QUIET), 2).collect(Script(r))
+    assert s.rollout.tasks == list("ababab") == s.rollout.info["name"].tolist()
+    assert s.rollout.info["row"].tolist() == [0, 1, 3, 4, 6, 7]
+    assert torch.equal(s.rollout.old_logp_NS, r.old_logp_NS[[0, 1, 3, 4, 6, 7]])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(0, 8))
+def test_split_groups_is_a_partition(ids, num):
+    r = rollout_of(ids, [0.0] * len(ids))
+    head, tail = split_groups(r, num)
+    order = list(dict.fromkeys(ids))
+    assert list(dict.fromkeys(head.tasks)) == order[:num]
+    assert head.tasks == [i for i in ids if i in order[:num]]
+    assert tail.tasks == [i for i in ids if i not in order[:num]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.sampled_from([(1, 1), (0, 0), (0, 1), (1, 0, 1), (1,)]), min_size=1, max_size=40),
+    st.lists(st.integers(1, 7), min_size=1, max_size=8),
+    st.integers(1, 5),
+)
+def test_carry_over_equals_a_stream_however_it_is_cut(stream, sizes, B):
+    "The batches are the kept groups in order, B at a time, whatever the generation batches were."
+    kept = [i for i, g in enumerate(stream) if len(g) == 1 or len(set(g)) > 1]
+    batches, at, k = [], 0, 0
+    while at < len(stream):
+        n = sizes[k % len(sizes)]
+        batches.append(groups_of(*map(list, stream[at : at + n]), start=at))
+        at, k = at + n, k + 1
+    config = FilterGroupsConfig(**QUIET, surplus="carry", max_staleness=10**6)
+    c, script, out = GroupCollector(config, B), Script(*batches), []
+    while (s := c.collect(script)).outcome == "full":
+        out.append([int(t[1:]) for t in dict.fromkeys(s.rollout.tasks)])
+    assert out == [kept[i : i + B] for i in range(0, len(kept) - B + 1, B)]
+
+
+def test_carried_groups_keep_their_logp_and_age():
+    c = GroupCollector(FilterGroupsConfig(**QUIET, surplus="carry", max_staleness=2), 1)
+    r = groups_of(LIVE, LIVE, LIVE, LIVE)
+    ages = []
+    for _ in range(3):
+        s = c.collect(Script(r))
+        ages.append(s.metrics["filter/age_max"])
+        row = s.rollout.info["row"]
+        assert torch.equal(s.rollout.old_logp_NS, r.old_logp_NS[row])
+    assert ages == [0, 1, 2] and c.carried[0].num_groups == 1
+    s = c.collect(Script([LIVE]))
+    assert (s.metrics["filter/stale"], s.metrics["filter/age_max"]) == (1, 0)
+    assert "older than max_staleness=2" in c.warnings["stale"]
+
+
+def test_the_trainer_may_count_versions_itself():
+    c = GroupCollector(FilterGroupsConfig(**QUIET, surplus="carry", max_staleness=3), 1)
+    c.collect(Script([LIVE, LIVE]), policy_version=10)
+    s = c.collect(Script(), policy_version=14)  # four updates in between: too old
+    assert (s.outcome, s.metrics["filter/stale"]) == ("end", 1)
+
+
+def test_actions_of_one_batch():
+    batch = [DEAD, LIVE, [0, 0], LIVE]
+    s = GroupCollector(FilterGroupsConfig(**QUIET, action="drop"), 4).collect(Script(batch))
+    assert (s.outcome, s.rollout.num_groups, s.metrics["filter/batch_fraction"]) == (
+        "partial",
+        2,
+        0.5,
+    )
+    s = GroupCollector(FilterGroupsConfig(**QUIET, action="mask"), 4).collect(Script(batch))
+    assert s.rollout.mask_NS.any(1).tolist() == [False] * 2 + [True] * 2 + [False] * 2 + [True] * 2
+    assert (s.metrics["filter/steps_trained"], s.metrics["filter/batch_fraction"]) == (8, 0.5)
+    assert (
+        GroupCollector(FilterGroupsConfig(**QUIET, action="mask"), 1)
+        .collect(Script([DEAD]))
+        .rollout
+        is None
+    )
+    s = GroupCollector(FilterGroupsConfig(), 2).collect(Script([DEAD, DEAD]))
+    assert (s.outcome, len(s.rollout), s.num_gen_batches) == ("full", 4, 1)
+
+
+def test_adaptive_sizes_waste_less():
+    def ratio(**options):
+        c, source = GroupCollector(FilterGroupsConfig(**QUIET, **options), 32), Source(seed=9)
+        trained = sum(len(c.collect(source).rollout) for _ in range(25))
+        return c.samples_seen / trained
+
+    full, adaptive = ratio(), ratio(sizing="adaptive")
+    assert adaptive < 0.9 * full and adaptive > 1 / (1 - 0.4) * 0.9
+
+
+def test_feedback_sees_every_group_at_the_chosen_time():
+    for when in ("batch", "step"):
+        seen = []
+        config = FilterGroupsConfig(**QUIET, feedback=when)
+        c = GroupCollector(config, 2, on_rewarded=lambda r, seen=seen: seen.append(r.num_groups))
+        c.add(groups_of(DEAD, LIVE))
+        assert seen == ([2] if when == "batch" else [])
+        state = c.state_dict()
+        if when == "step":  # feedback not yet given survives a checkpoint
+            c = GroupCollector(
+                config, 2, on_rewarded=lambda r, seen=seen: seen.append(r.num_groups)
+            )
+            c.load_state_dict(state)
+        c.add(groups_of(LIVE, [0, 0], DEAD))
+        c.take()
+        assert seen == [2, 3]
+
+
+def test_hidden_signal_is_counted():
+    r = groups_of([1, 1], [1, 0], [0, 0])
+    r = r.replace(info=r.info | {"judge": [0, 1, 1, 1, 0, 0]})
+    c = GroupCollector(FilterGroupsConfig(enable=True, metric="judge", log_format=None), 1)
+    m = c.collect(Script(r)).metrics
+    assert (m["filter/dropped_with_signal"], m["filter/kept_without_signal"]) == (1, 1)
+    assert "1 of 3 groups were dropped although" in c.warnings["reward"]
+
+
+def test_metric_names_are_complete():
+    m = GroupCollector(FilterGroupsConfig(**QUIET), 1).collect(Script([DEAD, LIVE])).metrics
+    names = "num_gen_batches filter_rate frac_all_high frac_all_low mean_std kept surplus carried invalid expected_batches"
+    assert {f"filter/{n}" for n in names.split()} <= m.keys()
+    aliases = dict(num_gen_batches=1, filter_rate=0.5, mean_metric_std=0.25, num_kept_prompts=1)
+    assert {k: m[f"train/{k}"] for k in aliases} == aliases
+    assert m["filter/frac_all_high"] == 0.5 and m["filter/frac_all_low"] == 0
+
+
+def test_pooled_rate_not_mean_of_rates():
+    c = GroupCollector(FilterGroupsConfig(**QUIET), 2)
+    m = c.collect(Script([DEAD] * 8 + [LIVE], [LIVE])).metrics
+    assert m["filter/filter_rate"] == pytest.approx(8 / 10)
+
+
+def test_two_ranks_leave_the_loop_together():
+    import threading
+
+    barrier, table, out = threading.Barrier(2, timeout=20), [None, None], [None, None]
+    scripts = [[[LIVE] * 2, [DEAD], [LIVE]], [[DEAD, LIVE], [DEAD], [LIVE]]]
+
+    def rank(i):
+        def gather(numbers):
+            table[i] = numbers
+            barrier.wait()
+            seen = list(table)
+            barrier.wait()
+            return seen
+
+        c = GroupCollector(FilterGroupsConfig(**QUIET), 2, gather=gather)
+        out[i] = c.collect(Script(*scripts[i]))
+
+    threads = [threading.Thread(target=rank, args=(i,)) for i in (0, 1)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+    assert [(s.outcome, s.num_gen_batches, s.rollout.num_groups) for s in out] == [
+        ("full", 3, 2)
+    ] * 2
+
+
+# --- ahead of time -------------------------------------------------------------------------------
+
+OVERLAP = [
+    dict(),
+    dict(gen_batch_size=3),
+    dict(sizing="adaptive"),
+    dict(gen_batch_size=3, surplus="carry", max_staleness=1),
+    dict(gen_batch_size=4, adaptive_cap=True, on_cap="train_partial"),
+    dict(gen_batch_size=4, max_num_gen_batches=5, on_cap="skip_step"),
+]
+
+
+@pytest.mark.parametrize("options", OVERLAP)
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_generating_ahead_gives_the_serial_result(options, snapshot):
+    def run(overlap):
+        source = Source(seed=11)
+        c = GroupCollector(FilterGroupsConfig(**QUIET, overlap=overlap, **options), 16)
+        undo = source.snapshot if snapshot else None
+        reward = lambda r: r.replace(info=r.info | {"rewarded": torch.ones(len(r))})
+        return [c.collect(source, reward, snapshot=undo) for _ in range(5)], source, c
+
+    serial, source, c = run(False)
+    ahead, other, d = run(True)
+    for a, b in zip(serial, ahead):
+        assert same(a.rollout, b.rollout) and a.outcome == b.outcome and a.trace == b.trace
+    assert source.given == other.given and torch.equal(
+        source.rng.get_state(), other.rng.get_state()
+    )
+    assert c.gen_steps == d.gen_steps
+
+
+def test_generation_really_overlaps():
+    import threading
+
+    started, proceed = threading.Event(), threading.Event()
+    calls = []
+
+    def generate(n):
+        calls.append(n)
+        if len(calls) == 2:  # only reached while the first reward is waiting
+            assert started.wait(10)
+            proceed.set()
+        return groups_of(LIVE, LIVE)
+
+    def reward(r):
+        started.set()
+        assert proceed.wait(10)
+        return r
+
+    c = GroupCollector(FilterGroupsConfig(**QUIET, overlap=True), 4)
+    assert c.collect(generate, reward).outcome == "full"
+    assert len(calls) == 2
+
+
+def test_exceptions_ahead_propagate_and_undo():
+    def bad(r):
+        raise RuntimeError("judge is down")
+
+    source = Source()
+    before = source.rng.get_state()
+    c = GroupCollector(FilterGroupsConfig(**QUIET, overlap=True), 8)
+    with pytest.raises(RuntimeError, match="judge is down"):
+        c.collect(source, bad, snapshot=source.snapshot)
+    after_one = Source()
+    after_one(8)
+    assert not torch.equal(before, source.rng.get_state())
+    assert torch.equal(source.rng.get_state(), after_one.rng.get_state())
+    assert c.tally.batches == 0 and c.status == "open"
+
+
+# --- resume --------------------------------------------------------------------------------------
+
+RESUME = [
+    dict(),
+    dict(surplus="carry", max_staleness=1, gen_batch_size=5),
+    dict(sizing="adaptive", surplus="carry", max_staleness=2),
+    dict(adaptive_cap=True, on_cap="train_partial", gen_batch_size=2, cap_slack=0),
+    dict(max_num_gen_batches=2, on_cap="skip_step", surplus="carry"),
+]
+
+
+@pytest.mark.parametrize("options", RESUME)
+def test_resume_at_every_generation_batch_is_bitwise(options, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    config = FilterGroupsConfig(**QUIET, **options)
+    make = lambda: GroupCollector(config, 8, make_task=SimpleNamespace)
+
+    def run(cut=None, steps=4):
+        source, c, out = Source(seed=4), make(), []
+        while len(out) < steps:
+            if not c.done:
+                c.add(source(c.needed))
+            if c.gen_steps == cut:
+                state = c.state_dict()
+                save_file(state["tensors"], tmp_path / "t.safetensors")
+                (tmp_path / "s.json").write_text(json.dumps(state["json"]))
+                c, other = make(), Source()
+                c.load_state_dict(
+                    {
+                        "json": json.loads((tmp_path / "s.json").read_text()),
+                        "tensors": load_file(tmp_path / "t.safetensors"),
+                    }
+                )
+                other.rng.set_state(source.rng.get_state())
+                other.given, source = source.given, other
+                cut = None
+            if c.done:
+                out.append(c.take())
+        return out, c
+
+    whole, c = run()
+    for cut in range(1, c.gen_steps + 1):
+        resumed, d = run(cut)
+        for a, b in zip(whole, resumed):
+            assert same(a.rollout, b.rollout) and a.outcome == b.outcome
+            assert json.dumps(a.metrics) == json.dumps(b.metrics)
+            assert json.dumps(a.trace) == json.dumps(b.trace)
+        assert json.dumps(c.state_dict()["json"]) == json.dumps(d.state_dict()["json"])
+
+
+def test_state_is_a_snapshot():
+    c = GroupCollector(FilterGroupsConfig(**QUIET), 4)
+    c.add(groups_of(LIVE, DEAD))
+    state = c.state_dict()
+    text = json.dumps(state["json"])
+    held = {k: v.clone() for k, v in state["tensors"].items()}
+    c.add(groups_of(LIVE, LIVE))
+    c.held[0].mask_NS.zero_()
+    assert json.dumps(state["json"]) == text
+    assert all(torch.equal(v, held[k]) for k, v in state["tensors"].items())
+
+
+def test_rollout_state_of_all_kinds():
+    task = SimpleNamespace(
+        prompt=[{"role": "user", "content": "hi"}],
+        columns={"n": np.int64(3)},
+        taskset_id="a",
+        index=0,
+    )
+    r = Rollout(
+        group_N=torch.tensor([4, 4]),
+        tasks=[task, task],
+        states={
+            "x": torch.randn(2, 3, dtype=torch.float64),
+            "t": torch.ones(2, dtype=torch.bfloat16),
+        },
+        mask_NS=torch.tensor([[True], [False]]),
+        old_logp_NS=torch.tensor([[0.1], [nan]]),
+        outputs=[
+            {"text": "a", "ids": torch.tensor([1, 2])},
+            {"text": "b", "ids": torch.tensor([3])},
+        ],
+        rewards_NRK=torch.rand(2, 1, 3),
+        reward_names=("rel",),
+        info={
+            "s": np.array(["x", "yy"]),
+            "o": np.array([None, 1], dtype=object),
+            "u8": np.arange(2, dtype=np.uint8),
+        },
+    )
+    state = rollout_to_state(r, "p.")
+    assert all(k.startswith("p.") for k in state["tensors"])
+    back = rollout_from_state(
+        {"json": json.loads(json.dumps(state["json"])), "tensors": state["tensors"]},
+        make_task=SimpleNamespace,
+    )
+    assert back.tasks == [task, task] and back.tasks[0] is back.tasks[1]
+    assert torch.equal(back.states["x"], r.states["x"]) and back.states["t"].dtype == torch.bfloat16
+    assert torch.equal(back.old_logp_NS.isnan(), r.old_logp_NS.isnan())
+    assert back.outputs[1]["ids"].tolist() == [3] and back.outputs[0]["text"] == "a"
+    assert torch.equal(back.rewards_NRK, r.rewards_NRK) and back.rewards_NR is None
+    assert (back.info["s"].dtype, back.info["u8"].dtype) == (r.info["s"].dtype, np.uint8)
+    assert back.info["o"].tolist() == [None, 1]
+    with pytest.raises(ValueError, match="outputs.0 holds a object"):
+        rollout_to_state(r.replace(outputs=[object(), object()]))
+
+
+# --- logs ----------------------------------------------------------------------------------------
+
+FORM_A = """\
+INFO: Starting rollout generation...
+INFO: Generated batch 1, 1024 prompts, 8192 trajectories
+INFO: Filter groups enabled, metric=acc
+INFO: Calculating metric std for 1024 prompts...
+INFO: Filtered: 600 prompts with std=0 (58.6%)
+INFO: Kept: 424 prompts with std>0
+INFO: num_prompt_in_batch=424 < prompt_bsz=1024
+INFO: num_gen_batches=1. Keep generating...
+
+INFO: Generated batch 2, 1024 prompts, 8192 trajectories
+INFO: Filtered: 604 prompts with std=0 (59.0%)
+INFO: Kept: 420 prompts with std>0
+INFO: Accumulated: 844 prompts
+INFO: num_prompt_in_batch=844 < prompt_bsz=1024
+INFO: num_gen_batches=2. Keep generating...
+
+INFO: Generated batch 3, 1024 prompts, 8192 trajectories
+INFO: Filtered: 609 prompts with std=0 (59.5%)
+INFO: Kept: 415 prompts with std>0
+INFO: Accumulated: 1259 prompts
+INFO: num_prompt_in_batch=1259 >= prompt_bsz=1024
+INFO: Collected enough data. Taking first 8192 trajectories.
+INFO: Starting training iteration...
+"""
+FORM_B = """\
+[2024-01-01 10:00:15] INFO: Generated batch 1, 1024 prompts
+[2024-01-01 10:00:16] INFO: Filter groups enabled, metric=acc
+[2024-01-01 10:00:18] INFO: Filter statistics:
+  - Total prompts: 1024
+  - Filtered (std=0): 620 (60.5%)
+  - Kept (std>0): 404 (39.5%)
+  - Mean std: 0.246
+[2024-01-01 10:00:18] INFO: Accumulated prompts: 404 / 1024
+[2024-01-01 10:00:18] INFO: num_gen_batches=1. Continue generating...
+
+[2024-01-01 10:00:33] INFO: Generated batch 2, 1024 prompts
+[2024-01-01 10:00:35] INFO: Filtered (std=0): 615 (60.1%)
+[2024-01-01 10:00:35] INFO: Kept (std>0): 409 (39.9%)
+[2024-01-01 10:00:35] INFO: Accumulated prompts: 813 / 1024
+[2024-01-01 10:00:35] INFO: num_gen_batches=2. Continue generating...
+
+[2024-01-01 10:00:50] INFO: Generated batch 3, 1024 prompts
+[2024-01-01 10:00:52] INFO: Filtered (std=0): 605 (59.1%)
+[2024-01-01 10:00:52] INFO: Kept (std>0): 419 (40.9%)
+[2024-01-01 10:00:52] INFO: Accumulated prompts: 1232 / 1024 ✓
+[2024-01-01 10:00:52] INFO: Enough data collected. Taking first 8192 trajectories.
+[2024-01-01 10:00:53] INFO: train/num_gen_batches: 3
+[2024-01-01 10:00:53] INFO: train/filter_rate: 0.598
+"""
+
+
+def strip_prefixes(text):
+    return re.sub(r"(?m)^(\[[^\]]*\] )?(INFO: )?", "", text)
+
+
+@pytest.mark.parametrize("clean", [False, True])
+@pytest.mark.parametrize(
+    "text,filtered,kept,surplus,batches",
+    [(FORM_A, 1813, 1259, 235, [600, 604, 609]), (FORM_B, 1840, 1232, 208, [620, 615, 605])],
+)
+def test_both_forms(tmp_path, clean, text, filtered, kept, surplus, batches):
+    path = tmp_path / "train.log"
+    path.write_text(strip_prefixes(text) if clean else text, encoding="utf-8")
+    for source in (path, str(path)):
+        frame, s = parse_filter_logs(source)
+        assert (s["filtered"], s["prompts"], s["kept"], s["surplus"]) == (
+            filtered,
+            3072,
+            kept,
+            surplus,
+        )
+        assert s["filter_rate"] == pytest.approx(filtered / 3072)
+        assert (s["num_steps"], s["num_gen_batches"], s["outcomes"]) == (1, 3, {"full": 1})
+        assert frame["filtered"].tolist() == batches and frame["target"].dropna().unique() == [1024]
+        assert s["issues"] == [] and s["unread_lines"] == 0 and s["missing_batches"] == 0
+
+
+def test_percent_without_decimals_and_wrong_percent():
+    line = "Generated batch 1, 1000 prompts\nFiltered: {} prompts with std=0 ({}%)\nKept: {} prompts with std>0\n"
+    assert parse_filter_logs(line.format(600, 60, 400))[1]["filtered"] == 600
+    assert parse_filter_logs(line.format(604, 60, 396))[1]["issues"] == []
+    assert (
+        "60% printed, 61.00% counted"
+        in parse_filter_logs(line.format(610, 60, 390))[1]["issues"][0]
+    )
+    assert "60.0% printed" in parse_filter_logs(line.format(602, "60.0", 398))[1]["issues"][0]
+    assert parse_filter_logs(line.format(601, "60.0", 399))[1]["issues"] == []
+
+
+def test_steps_are_kept_apart_and_rates_pooled():
+    one = "Generated batch 1, 1000 prompts\nFiltered (std=0): 900 (90%)\nKept (std>0): 100 (10%)\n"
+    two = "Generated batch 1, 10 prompts\nFiltered (std=0): 0 (0%)\nKept (std>0): 10 (100%)\n"
+    frame, s = parse_filter_logs(one + two)
+    assert frame["step"].tolist() == [1, 2] and s["num_steps"] == 2
+    assert s["filter_rate"] == pytest.approx(900 / 1010)
+    assert [x["outcome"] for x in s["steps"]] == ["unknown", "open"]
+    double, s2 = parse_filter_logs(FORM_A + FORM_B)
+    assert s2["num_steps"] == 2 and s2["filtered"] == 1813 + 1840 and s2["surplus"] == 235 + 208
+    assert double["batch"].tolist() == [1, 2, 3] * 2
+
+
+def test_wrong_printed_step_rate_is_flagged():
+    s = parse_filter_logs(FORM_B.replace("0.598", "0.612"))[1]
+    assert s["issues"] == ["filter_rate 0.612 printed, 0.5990 counted"]
+
+
+def test_empty_and_foreign_input():
+    for text in ("", "   \n", "epoch 1\nloss 0.3\n"):
+        frame, s = parse_filter_logs(text)
+        assert len(frame) == 0 and s["num_steps"] == 0 and math.isnan(s["filter_rate"])
+        assert "No filter-group lines" in format_summary(s)
+    with pytest.raises(FileNotFoundError, match="No log file 'train.log'"):
+        parse_filter_logs("train.log")
+
+
+def test_lines_of_verl_itself():
+    text = """\
+(TaskRunner pid=42) num_prompt_in_batch=424 < prompt_bsz=1024
+(TaskRunner pid=42) num_gen_batches=1. Keep generating...
+(TaskRunner pid=42) num_prompt_in_batch=844 < prompt_bsz=1024
+(TaskRunner pid=42) num_gen_batches=2. Keep generating...
+(TaskRunner pid=42) step:1 - global_seqlen/min:1 - train/num_gen_batches:3.000 - actor/lr:1e-6
+(TaskRunner pid=42) step:2 - train/num_gen_batches:1 - actor/lr:1e-6
+(TaskRunner pid=42) num_prompt_in_batch=500 < prompt_bsz=1024
+(TaskRunner pid=42) ValueError: num_gen_batches=1 >= max_num_gen_batches=1. Generated too many. Please check
+"""
+    frame, s = parse_filter_logs(text)
+    assert [x["num_gen_batches"] for x in s["steps"]] == [3, 1, 1]
+    assert [x["outcome"] for x in s["steps"]] == ["full", "full", "cap"]
+    assert frame["kept"].tolist() == [424, 420, 500] and s["missing_batches"] == 2
+    assert math.isnan(s["filter_rate"]) and "unknown" in format_summary(s)
+
+
+def test_interleaved_workers_and_rubbish():
+    a = [f"(Worker pid=1, ip=10.0.0.1) {x}" for x in strip_prefixes(FORM_A).splitlines()]
+    b = [f"\x1b[36m(Worker pid=2)\x1b[0m {x}" for x in strip_prefixes(FORM_B).splitlines()]
+    lines = [x for pair in zip(a + [""] * 9, b + [""] * 9) for x in pair]
+    lines = [
+        x for line in lines for x in (line, "Training:  10%|█   | 1/10 [00:01<00:09]", "loss=0.3")
+    ]
+    frame, s = parse_filter_logs("\n".join(lines))
+    got = {w: f["filtered"].tolist() for w, f in frame.groupby("worker")}
+    assert got == {"Worker pid=1": [600, 604, 609], "Worker pid=2": [620, 615, 605]}
+    assert s["num_steps"] == 2 and s["issues"] == []
+
+
+def test_lost_and_garbled_lines():
+    lines = FORM_A.splitlines()
+    lost = [x for x in lines if "Kept: 420" not in x and "Filtered: 609" not in x]
+    frame, s = parse_filter_logs("\n".join(lost))
+    assert (s["filtered"], s["kept"]) == (1813, 1259)
+    marked = [set(x.split(",")) & {"kept", "filtered"} for x in frame["inferred"]]
+    assert marked == [set(), {"kept"}, {"filtered"}]
+    garbled = [x.replace("Filtered: 604 prompts", "Filtered: 6") for x in lines]
+    frame, s = parse_filter_logs("\n".join(garbled))
+    assert s["unread_lines"] == 1 and s["filtered"] == 1813  # from the kept count
+    headless = [x for x in lines if "Generated batch 2" not in x]
+    frame, s = parse_filter_logs("\n".join(headless))
+    assert s["num_gen_batches"] == 3 and s["kept"] == 1259 and s["num_steps"] == 1
+    whole_batch = lines[:9] + lines[16:]
+    s = parse_filter_logs("\n".join(whole_batch))[1]
+    assert (s["num_gen_batches"], s["missing_batches"], s["num_steps"]) == (3, 1, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_reader_survives_any_damage(data):
+    lines = (FORM_A + FORM_B).splitlines()
+    picks = data.draw(st.lists(st.integers(0, len(lines) - 1), max_size=30))
+    out = []
+    for i in picks:
+        line = lines[i]
+        cut = data.draw(st.integers(0, len(line)))
+        out.append(line[:cut] if data.draw(st.booleans()) else line)
+    frame, s = parse_filter_logs("\n".join(out) + "\n")
+    assert len(frame) <= len(out) and isinstance(format_summary(s), str)
+    assert (frame["filter_rate"].dropna() <= 1).all() or s["issues"]
+
+
+@pytest.mark.parametrize("style", ["A", "B"])
+def test_what_is_written_is_read_back(style, caplog):
+    config = FilterGroupsConfig(
+        enable=True, metric="acc", log_format=style, max_num_gen_batches=2, on_cap="train_partial"
+    )
+    c, source = GroupCollector(config, 16), Source(seed=6)
+    with caplog.at_level(logging.INFO, "grpo_nb.filter_groups"):
+        steps = [c.collect(source) for _ in range(12)]
+    frame, s = parse_filter_logs("\n".join(caplog.messages))
+    entries = [e for t in steps for e in t.trace]
+    for key in ("batch", "prompts", "filtered", "kept", "accumulated", "target"):
+        assert frame[key].tolist() == [e[key] for e in entries]
+    assert [x["outcome"] for x in s["steps"]] == [t.outcome for t in steps]
+    assert (
+        {"full", "partial"} == set(s["outcomes"]) and s["issues"] == [] and s["unread_lines"] == 0
+    )
+
+
+def test_plot_and_summary():
+    import matplotlib
+
+    matplotlib.use("agg")
+    frame, s = parse_filter_logs(FORM_B)
+    ax = plot_filter_logs(frame)
+    assert [b.get_height() for b in ax.containers[0]] == [404, 409, 419]
+    assert ax.get_ylabel() == "prompts"
+    text = format_summary(s)
+    assert "1840 (59.9%, pooled)" in text and "1 full" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_filter_logs(parse_filter_logs("num_prompt_in_batch=4 < prompt_bsz=8")[0])
+
+
+# --- warnings and the cache ----------------------------------------------------------------------
+
+
+def test_warnings_come_once_and_survive_a_resume(caplog):
+    c = GroupCollector(FilterGroupsConfig(**QUIET, on_cap="skip_step", max_num_gen_batches=1), 1)
+    with caplog.at_level(logging.WARNING, "grpo_nb.filter_groups"):
+        c.collect(Script([DEAD, DEAD]))
+        c.collect(Script([DEAD, DEAD]))
+        d = GroupCollector(
+            FilterGroupsConfig(**QUIET, on_cap="skip_step", max_num_gen_batches=1), 1
+        )
+        d.load_state_dict(c.state_dict())
+        d.collect(Script([DEAD, DEAD]))
+    assert len(caplog.messages) == 2 == len(d.warnings)
+    assert "all samples are right" in d.warnings["all filtered: all_high"]
+
+
+@pytest.mark.parametrize(
+    "groups,cause",
+    [
+        ([[1, 1]] * 3, "all_high"),
+        ([[0, 0]] * 3, "all_low"),
+        ([[0.5, 0.5]] * 3, "constant"),
+        ([[nan, nan]] * 3, "invalid"),
+        ([[1, 1], [0, 0]], "mixed"),
+    ],
+)
+def test_diagnosis_from_data(groups, cause):
+    r = groups_of(*groups)
+    assert diagnose(decide(r, FilterGroupsConfig(metric="acc")).counts())[0] == cause
+
+
+def test_single_samples_dropped_by_choice_say_so():
+    c = GroupCollector(
+        FilterGroupsConfig(**QUIET, singles="drop", max_num_gen_batches=1, on_cap="skip_step"), 1
+    )
+    assert c.collect(Script([[1], [0]])).outcome == "skipped"
+    assert (
+        "one valid sample per group" in c.warnings["all filtered: single"] and "G=1" in c.warnings
+    )
+
+
+def test_cache_is_bound_to_a_policy_version():
+    cache = StdCache()
+    assert cache.get("q", 0, lambda: [0, 0]) == 0.0
+    assert cache.get("q", 0, lambda: [0, 1]) == 0.0 and cache.hits == 1
+    assert cache.get("q", 1, lambda: [0, 1]) == 0.5
+    with pytest.raises(ValueError, match="samples are gone"):
+        cache.get("q", 0, lambda: [0, 1])
+
+
+def test_import_is_light():
+    import subprocess
+    import sys
+
+    code = "import sys, grpo_nb.filter_groups; print(sorted({'scipy','pandas','matplotlib','fastcore','transformers'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
