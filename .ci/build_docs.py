@@ -38,7 +38,9 @@ def main():
     (proc / "sidebar.yml").write_text(sidebar, encoding="utf-8")
     shutil.rmtree(SITE, ignore_errors=True)
     subprocess.run(["smalldocs", "render", str(proc)], check=True)
-    made = next(p for p in (ROOT / "_docs", proc / "_docs", proc / "_site", ROOT / "_site") if p.is_dir())
+    made = next(
+        p for p in (ROOT / "_docs", proc / "_docs", proc / "_site", ROOT / "_site") if p.is_dir()
+    )
     if made != SITE:
         shutil.move(made, SITE)
     shutil.copytree(ROOT / ".ci" / "katex", SITE / "katex")
@@ -53,9 +55,13 @@ def main():
     for page in pages:
         up = "../" * len(page.relative_to(SITE).parent.parts)
         text = page.read_text(encoding="utf-8")
-        text = re.sub(r"https://cdn\.jsdelivr\.net/npm/katex@[\d.]+/dist/contrib", f"{up}katex", text)
+        text = re.sub(
+            r"https://cdn\.jsdelivr\.net/npm/katex@[\d.]+/dist/contrib", f"{up}katex", text
+        )
         text = re.sub(r"https://cdn\.jsdelivr\.net/npm/katex@[\d.]+/dist", f"{up}katex", text)
-        text = re.sub(re.escape(blob) + r"(?:grpo_nb/)?([\w/]+)\.py(#L\d+)?", rf"{up}source/\1.py.txt", text)
+        text = re.sub(
+            re.escape(blob) + r"(?:grpo_nb/)?([\w/]+)\.py(#L\d+)?", rf"{up}source/\1.py.txt", text
+        )
         text = text.replace(home + "/", up or "./")
         text = re.sub(r'(<(?:script|link)[^>]*?)\s+integrity="[^"]*"', r"\1", text)
         page.write_text(text, encoding="utf-8")

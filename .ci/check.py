@@ -14,7 +14,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-os.environ.update(OMP_NUM_THREADS="1", WANDB_MODE="disabled", HF_HUB_OFFLINE="1", WANDB_SILENT="true")
+os.environ.update(
+    OMP_NUM_THREADS="1", WANDB_MODE="disabled", HF_HUB_OFFLINE="1", WANDB_SILENT="true"
+)
 
 
 def run(*cmd, cwd=ROOT, **kw):
@@ -47,9 +49,15 @@ def clean():
         run("nbdev_clean", cwd=copy, env=env)
         run("nbdev_export", cwd=copy, env=env)
         run(sys.executable, ".ci/build_readme.py", cwd=copy, env=env)
-        stale = [f for f in files if (copy / f).exists() and not filecmp.cmp(ROOT / f, copy / f, shallow=False)]
+        stale = [
+            f
+            for f in files
+            if (copy / f).exists() and not filecmp.cmp(ROOT / f, copy / f, shallow=False)
+        ]
         new = {
-            str(p.relative_to(copy)) for p in (copy / "grpo_nb").rglob("*.py") if "__pycache__" not in str(p)
+            str(p.relative_to(copy))
+            for p in (copy / "grpo_nb").rglob("*.py")
+            if "__pycache__" not in str(p)
         } - set(files)
         if stale or new:
             sys.exit(
@@ -64,7 +72,13 @@ def lint():
 
 
 def notebooks():
-    run("nbdev_test", "--n_workers", "2", "--timing", stdout=subprocess.DEVNULL if os.environ.get("QUIET") else None)
+    run(
+        "nbdev_test",
+        "--n_workers",
+        "2",
+        "--timing",
+        stdout=subprocess.DEVNULL if os.environ.get("QUIET") else None,
+    )
 
 
 def docs():
@@ -79,7 +93,9 @@ STEPS = dict(clean=clean, lint=lint, docs=docs, notebooks=notebooks, tests=tests
 
 
 def main():
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     ap.add_argument("--only", default=",".join(STEPS), help="steps, in order")
     for name in ap.parse_args().only.split(","):
         start = time.time()

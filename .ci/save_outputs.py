@@ -9,8 +9,9 @@ the run and leaves that notebook as it was.
 import argparse
 import os
 import re
+import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -67,26 +68,35 @@ def run_notebook(path: Path, flags: set[str]) -> str:
 
 
 def main():
-    ap = argparse.ArgumentParser(description=__doc__)
+    ap = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     ap.add_argument("notebooks", nargs="*", type=Path)
     ap.add_argument("--flags", default="")
     ap.add_argument("--n_workers", type=int, default=2)
+    ap.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     a = ap.parse_args()
+    if a.one:  # a process per notebook: a kernel leaves traces in its interpreter
+        print(run_notebook(a.notebooks[0], set(a.flags.split())))
+        return
     paths = [p.resolve() for p in a.notebooks] or sorted(
         p
         for p in (ROOT / "nbs").rglob("*.ipynb")
         if not re.search(r"(^|/)[._]", str(p.relative_to(ROOT)))
     )
-    flags = set(a.flags.split())
-    failed = []
-    with ProcessPoolExecutor(max(1, min(a.n_workers, len(paths)))) as ex:
-        jobs = {p: ex.submit(run_notebook, p, flags) for p in paths}
-        for p, job in jobs.items():
-            try:
-                print(job.result(), flush=True)
-            except Exception as e:  # noqa: BLE001 - reported, and the exit code says so
-                failed.append(p)
-                print(f"FAILED {p}\n{e}", flush=True)
+
+    def job(path):
+        cmd = [sys.executable, __file__, "--one", "--flags", a.flags, str(path)]
+        p = subprocess.run(cmd, capture_output=True, text=True)
+        lines = (p.stdout if not p.returncode else p.stderr).strip().splitlines()
+        print(
+            "\n".join(lines[-1:] if not p.returncode else [f"FAILED {path}", *lines[-12:]]),
+            flush=True,
+        )
+        return p.returncode
+
+    with ThreadPoolExecutor(max(1, a.n_workers)) as ex:
+        failed = sum(map(bool, ex.map(job, paths)))
     from nbdev.clean import nbdev_clean
 
     for p in paths:
