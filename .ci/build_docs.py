@@ -63,6 +63,8 @@ def main():
             re.escape(blob) + r"(?:grpo_nb/)?([\w/]+)\.py(#L\d+)?", rf"{up}source/\1.py.txt", text
         )
         text = text.replace(home + "/", up or "./")
+        # markdown links name notebooks by their file, pages are called as nbdev calls them
+        text = re.sub(r'(href="(?:\./|\.\./|tutorials/)*)\d+[a-z]?_([\w.]+\.html)', r"\1\2", text)
         text = re.sub(r'(<(?:script|link)[^>]*?)\s+integrity="[^"]*"', r"\1", text)
         page.write_text(text, encoding="utf-8")
     problems = check_links(pages)

@@ -343,21 +343,21 @@ def combined_signal(
 
 # %% ../nbs/08_filter_groups.ipynb #3af8a947
 @RULES.register("metric")
-def metric_rule(rollout: Rollout, config: "FilterGroupsConfig") -> tuple[Tensor, Tensor | None]:
+def metric_rule(rollout: Rollout, config: Any) -> tuple[Tensor, Tensor | None]:
     "The named metrics; a group is kept if any of them varies."
     columns = [as_columns(resolve_metric(rollout, m)) for m in config.metrics]
     return torch.cat(columns, 1), None
 
 
 @RULES.register("all_components")
-def all_components_rule(rollout: Rollout, config: "FilterGroupsConfig") -> tuple[Tensor, None]:
+def all_components_rule(rollout: Rollout, config: Any) -> tuple[Tensor, None]:
     "Every reward component (and rank) whose weight is not 0."
     w = component_weights(rollout, config.weights)
     return as_columns(rollout.rewards[:, w != 0]), None
 
 
 @RULES.register("combined")
-def combined_rule(rollout: Rollout, config: "FilterGroupsConfig") -> tuple[Tensor, Tensor]:
+def combined_rule(rollout: Rollout, config: Any) -> tuple[Tensor, Tensor]:
     "The combined advantage decides, the components give the statistics."
     w = component_weights(rollout, config.weights)
     values, _ = all_components_rule(rollout, config)
@@ -365,7 +365,7 @@ def combined_rule(rollout: Rollout, config: "FilterGroupsConfig") -> tuple[Tenso
 
 
 @RULES.register("sum")
-def sum_rule(rollout: Rollout, config: "FilterGroupsConfig") -> tuple[Tensor, None]:
+def sum_rule(rollout: Rollout, config: Any) -> tuple[Tensor, None]:
     "The weighted sum of the components, at every rank."
     return as_columns(total_reward(rollout, component_weights(rollout, config.weights))), None
 
