@@ -36,6 +36,10 @@ def main():
             nb.rename(new)
             sidebar = sidebar.replace(str(nb.relative_to(proc)), str(new.relative_to(proc)))
     (proc / "sidebar.yml").write_text(sidebar, encoding="utf-8")
+    for nb in proc.rglob("*.ipynb"):  # links in markdown name notebooks by their files
+        text = nb.read_text(encoding="utf-8")
+        text = re.sub(r"\]\(((?:\.\./|tutorials/)*)\d+[a-z]?_([\w.]+\.ipynb)", r"](\1\2", text)
+        nb.write_text(text, encoding="utf-8")
     shutil.rmtree(SITE, ignore_errors=True)
     subprocess.run(["smalldocs", "render", str(proc)], check=True)
     made = next(
@@ -63,8 +67,6 @@ def main():
             re.escape(blob) + r"(?:grpo_nb/)?([\w/]+)\.py(#L\d+)?", rf"{up}source/\1.py.txt", text
         )
         text = text.replace(home + "/", up or "./")
-        # markdown links name notebooks by their file, pages are called as nbdev calls them
-        text = re.sub(r'(href="(?:\./|\.\./|tutorials/)*)\d+[a-z]?_([\w.]+\.html)', r"\1\2", text)
         text = re.sub(r'(<(?:script|link)[^>]*?)\s+integrity="[^"]*"', r"\1", text)
         page.write_text(text, encoding="utf-8")
     problems = check_links(pages)
