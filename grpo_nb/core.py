@@ -94,18 +94,16 @@ class Groups:
 # %% ../nbs/00_core.ipynb #7ae824da
 def _block_size(ids: Tensor) -> int | None:
     "G, if ids are P runs of G equal ids and no id has two runs; else None."
+    ids = ids.cpu().numpy()
     n = len(ids)
     change = ids[1:] != ids[:-1]
-    head = change[: 1 << 16]
-    g = int(head.to(torch.uint8).argmax()) + 1 if head.any() else n
-    p = n // g
+    g = int(change[: 1 << 16].argmax()) + 1 if n > 1 else 1
+    g = g if n == 1 or change[g - 1] else n
     # G divides N, the id changes at the end of every run of G, and nowhere else
-    if n % g or int(change.count_nonzero()) != p - 1 or not change[g - 1 :: g].all():
+    if n % g or np.count_nonzero(change) != n // g - 1 or not change[g - 1 :: g].all():
         return None
     first = ids[::g]
-    if (first[1:] > first[:-1]).all() or len(torch.unique(first)) == len(first):
-        return g
-    return None
+    return g if (first[1:] > first[:-1]).all() or len(np.unique(first)) == len(first) else None
 
 # %% ../nbs/00_core.ipynb #ede5aca0
 CACHE_VALUES = 1 << 17  # float64 numbers of one block: 1 MB
