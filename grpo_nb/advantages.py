@@ -47,6 +47,8 @@ class Siblings:
         weights: Sequence[float],  # (R) factor of each component
     ) -> "Siblings":  # with R = 1
         "The weighted sum of the raw rewards; a sample is valid if any component is."
+        if list(weights) == [1.0]:
+            return self
         x = self.x_RKGP[:1] * weights[0]
         for k, w in enumerate(weights[1:], 1):
             more = self.x_RKGP[k : k + 1]
@@ -74,14 +76,14 @@ class Siblings:
         eps: float,  # added to the deviation
         ddof: int,  # delta degrees of freedom
     ) -> Tensor:
-        "1 / (std + eps); 0 for a constant group or one without a deviation."
-        known = m2 > 0
+        "Finite 1 / (std + eps), to multiply deviations with; 0 where the deviation is not defined."
         if n.ndim == 0 and n > ddof:
-            std = (m2 / (n.item() - ddof)).sqrt_()
+            inverse = (m2 / (n.item() - ddof)).sqrt_().add_(eps).reciprocal_()
         else:
-            known &= n > ddof
-            std = (m2 / (n - ddof).clamp(min=1)).sqrt_()
-        inverse = torch.where(known, std.add_(eps).reciprocal_(), 0.0)
+            inverse = (m2 / (n - ddof).clamp(min=1)).sqrt_().add_(eps).reciprocal_()
+            inverse = torch.where(n > ddof, inverse, 0.0)
+        if not eps > 0:
+            inverse = torch.where(m2 > 0, inverse, 0.0)
         return torch.where(n == 1, 1 / (1 + eps), inverse) if self.raw_singles else inverse
 
 # %% ../nbs/09_advantages.ipynb #901c139a
@@ -109,7 +111,8 @@ class RewardBatch:
         x_NC = self.x_NRK.flatten(1)
         add, least = (lambda v: v.sum(-2, keepdim=True)), (lambda v: v.amin(-2, keepdim=True))
         for block in blocks_of(self.groups, x_NC.shape[1]):
-            x = block.lanes(x_NC).unflatten(0, shape)
+            x = block.lanes(x_NC)
+            x = x.view(*shape, *x.shape[1:])
             ok = ~x.isnan() if self.sparse else None
             x = x if ok is None else torch.where(ok, x, 0.0)
             yield block, Siblings(x, ok, add, least, self.raw_singles)
@@ -249,7 +252,7 @@ def _valid(x: Tensor, mask_NK: Tensor | None, missing: str) -> tuple[Tensor, Ten
     n, _, k = x.shape
     ok = None
     # one pass tells whether there is anything to look for
-    if not x.sum().isfinite():
+    if not math.isfinite(x.sum().item()):
         if x.isinf().any():
             where = x.isinf().nonzero()[0].tolist()
             raise ValueError(f"Infinite reward at sample {where[0]}, component {where[1]}.")
@@ -801,15 +804,15 @@ def passk(
 # %% ../nbs/09_advantages.ipynb #b32ebdc5
 def spread_to_tokens(
     advantages: Tensor,  # (N,) per sample or (N, K) per item
-    mask_NS: Tensor,  # (N, S) True = a token of the response
+    mask_NS: Tensor,  # (N, S) True or 1 = a token of the response
     item_NS: Tensor | None = None,  # (N, S) which item 0..K-1 a token belongs to, -1 = none
 ) -> Tensor:  # (N, S) float32, 0 outside
     "Give every token the advantage of its sample or of its item."
-    mask_NS = torch.as_tensor(mask_NS).bool()
+    mask_NS = torch.as_tensor(mask_NS)
     if advantages.ndim == 1 and item_NS is None:
         if len(advantages) != len(mask_NS):
             raise ValueError(f"{len(advantages)} advantages for {len(mask_NS)} rows of tokens.")
-        return torch.where(mask_NS, advantages[:, None], 0.0)
+        return mask_NS.to(advantages.dtype) * advantages[:, None]
     if advantages.ndim != 2 or item_NS is None or item_NS.shape != mask_NS.shape:
         raise ValueError(
             "Advantages per item need item_NS of the same shape as mask_NS, and per sample none; got "
@@ -822,7 +825,7 @@ def spread_to_tokens(
             f"item_NS must lie in -1..{k - 1}: mark tokens beyond the last rank as -1."
         )
     picked = advantages.gather(1, item_NS.clamp(min=0).long())
-    return torch.where(mask_NS & (item_NS >= 0), picked, 0.0)
+    return torch.where(mask_NS.bool() & (item_NS >= 0), picked, 0.0)
 
 # %% ../nbs/09_advantages.ipynb #1e8df6af
 def advantage_metrics(

@@ -123,7 +123,7 @@ class Block:
     ) -> Tensor:  # (C, G, P') float64, a copy
         "The block's values: columns first, groups last."
         x = x_NC[self.rows] if isinstance(self.rows, slice) else x_NC.index_select(0, self.rows)
-        x = x.unflatten(0, (-1, self.size)).permute(2, 1, 0)
+        x = x.reshape(-1, self.size, x.shape[1]).permute(2, 1, 0)
         return torch.empty(x.shape, dtype=torch.float64, device=x.device).copy_(x)
 
     def put(
@@ -134,7 +134,7 @@ class Block:
         "Write values back to the samples they belong to."
         x = lanes_CGP.permute(2, 1, 0)
         if isinstance(self.rows, slice):
-            out_NC[self.rows].unflatten(0, (-1, self.size)).copy_(x)
+            out_NC[self.rows].view(x.shape).copy_(x)
         else:
             out_NC[self.rows] = x.flatten(0, 1).to(out_NC.dtype)
 

@@ -100,13 +100,13 @@ def against_verl(a, rows):
         table = {f"r{k}": columns[:, k] for k in range(3)}
         for kind, ids in all_ids.items():
 
-            def our_grpo(ids=ids, tokens=tokens, ours_mask=mask.bool()):
-                return spread_to_tokens(grpo(tokens.sum(-1), ids, eps=1e-6), ours_mask)
+            def our_grpo(ids=ids, tokens=tokens, mask=mask):
+                return spread_to_tokens(grpo(tokens.sum(-1), ids, eps=1e-6), mask)
 
-            def our_gdpo(r, ids=ids, lengths=lengths, ours_mask=mask.bool(), table=table):
+            def our_gdpo(r, ids=ids, lengths=lengths, mask=mask, table=table):
                 x = torch.from_numpy(np.stack([table[f"r{k}"] for k in range(r)], 1))
                 kw = dict(eps=1e-6, level="token", single="whiten", lengths_N=lengths)
-                return spread_to_tokens(gdpo(x, ids, **kw), ours_mask)
+                return spread_to_tokens(gdpo(x, ids, **kw), mask)
 
             def verl_gdpo(r, ids=ids, tokens=tokens, mask=mask, table=table, extra=extra):
                 config = dict(gdpo_reward_keys=[f"r{k}" for k in range(r)])
