@@ -62,13 +62,16 @@ class Groups:
             return ids
         if not isinstance(ids, Tensor):
             ids = np.asarray(ids)
-            if ids.dtype.kind == "f" or ids.dtype == object and any(x is None for x in ids):
+            seen: dict = {}
+            if ids.ndim == 1 and ids.dtype.kind not in "iuf":
+                keys = ids.tolist()
+                seen = dict.fromkeys(keys)
+                seen = dict(zip(seen, range(len(seen))))
+            if ids.dtype.kind == "f" or None in seen:
                 raise ValueError(
                     f"Group ids must be integers or strings, got dtype {ids.dtype}. Give one id per sample."
                 )
-            if ids.ndim == 1 and ids.dtype.kind not in "iu":
-                keys = ids.tolist()
-                seen = {k: i for i, k in enumerate(dict.fromkeys(keys))}
+            if seen:
                 ids = np.fromiter(map(seen.__getitem__, keys), np.int64, len(keys))
             ids = torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64))
         if ids.ndim != 1:
