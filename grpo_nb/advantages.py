@@ -228,7 +228,7 @@ def _groups(group_N, n: int, device, reduce, spread: bool) -> Groups:
         groups = Groups.of(group_N)
         if groups.size_P.device != device:
             index = None if groups.block else groups.index_N.to(device)
-            groups = Groups(groups.size_P.to(device), groups.block, index)
+            groups = Groups(index, groups.size_P.to(device), groups.block)
     else:
         if reduce is None:
             raise ValueError("spread=True needs `reduce`: a process group or an all-reduce.")
@@ -241,7 +241,7 @@ def _groups(group_N, n: int, device, reduce, spread: bool) -> Groups:
                 f"Ids of groups spread over processes must lie in 0..4N, got {low}..{high} for "
                 f"{rows} samples: number the groups of the whole batch from 0."
             )
-        groups = Groups(reduce(torch.bincount(ids, minlength=high + 1), "sum"), None, ids)
+        groups = Groups(ids, reduce(torch.bincount(ids, minlength=high + 1), "sum"), None)
     if len(groups) != n:
         raise ValueError(f"{n} rewards for {len(groups)} group ids: both need one per sample.")
     return groups

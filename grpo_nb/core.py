@@ -24,9 +24,9 @@ from torch import Tensor
 class Groups:
     "Which group each of N samples belongs to, as an index that all statistics share."
 
+    given_N: Tensor | None  # (N,) int64 in [0, P); None = follows from the blocks
     size_P: Tensor  # (P,) samples of each group
     block: int | None  # G, if samples lie as P blocks of G siblings (faster, same numbers)
-    given_N: Tensor | None = None  # (N,) the index where samples do not lie in blocks
 
     @cached_property
     def index_N(self) -> Tensor:  # (N,) int64 in [0, P)
@@ -81,10 +81,10 @@ class Groups:
         ids = ids.detach().long()
         n = len(ids)
         if not n:
-            return cls(ids.new_zeros(0), None, ids)
+            return cls(ids, ids.new_zeros(0), None)
         block = _block_size(ids)
         if block:
-            return cls(ids.new_full((n // block,), block), block)
+            return cls(None, ids.new_full((n // block,), block), block)
         low, high = (int(x) for x in torch.aminmax(ids))
         if low < 0 or high > 4 * n:
             ids = torch.unique(ids, return_inverse=True)[1]
@@ -92,7 +92,7 @@ class Groups:
         if (size == 0).any():
             new = torch.cumsum(size > 0, 0) - 1
             ids, size = new[ids], size[size > 0]
-        return cls(size, None, ids)
+        return cls(ids, size, None)
 
 # %% ../nbs/00_core.ipynb #7ae824da
 def _block_size(ids: Tensor) -> int | None:
