@@ -12,6 +12,7 @@ __all__ = ['ADVANTAGES', 'SCALE_FREE', 'Siblings', 'RewardBatch', 'prepare', 'al
 # %% ../nbs/09_advantages.ipynb #d54dc8a0
 import difflib
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,9 +47,12 @@ class Siblings:
         weights: Sequence[float],  # (R) factor of each component
     ) -> "Siblings":  # with R = 1
         "The weighted sum of the raw rewards; a sample is valid if any component is."
+        if list(weights) == [1.0]:
+            return self
         x = self.x_RKGP[:1] * weights[0]
-        for k in range(1, len(weights)):
-            x += self.x_RKGP[k : k + 1] * weights[k]
+        for k, w in enumerate(weights[1:], 1):
+            more = self.x_RKGP[k : k + 1]
+            x += more if w == 1 else more * w
         ok = None if self.ok_RKGP is None else self.ok_RKGP.any(0, keepdim=True)
         return replace(self, x_RKGP=x, ok_RKGP=ok)
 
@@ -72,9 +76,14 @@ class Siblings:
         eps: float,  # added to the deviation
         ddof: int,  # delta degrees of freedom
     ) -> Tensor:
-        "1 / (std + eps); 0 for a constant group or one without a deviation."
-        known = (m2 > 0) & (n > ddof)
-        inverse = torch.where(known, 1 / ((m2 / (n - ddof).clamp(min=1)).sqrt() + eps), 0.0)
+        "Finite 1 / (std + eps), to multiply deviations with; 0 where the deviation is not defined."
+        if n.ndim == 0 and n > ddof:
+            inverse = (m2 / (n.item() - ddof)).sqrt_().add_(eps).reciprocal_()
+        else:
+            inverse = (m2 / (n - ddof).clamp(min=1)).sqrt_().add_(eps).reciprocal_()
+            inverse = torch.where(n > ddof, inverse, 0.0)
+        if not eps > 0:
+            inverse = torch.where(m2 > 0, inverse, 0.0)
         return torch.where(n == 1, 1 / (1 + eps), inverse) if self.raw_singles else inverse
 
 # %% ../nbs/09_advantages.ipynb #901c139a
@@ -102,7 +111,8 @@ class RewardBatch:
         x_NC = self.x_NRK.flatten(1)
         add, least = (lambda v: v.sum(-2, keepdim=True)), (lambda v: v.amin(-2, keepdim=True))
         for block in blocks_of(self.groups, x_NC.shape[1]):
-            x = block.lanes(x_NC).unflatten(0, shape)
+            x = block.lanes(x_NC)
+            x = x.view(*shape, *x.shape[1:])
             ok = ~x.isnan() if self.sparse else None
             x = x if ok is None else torch.where(ok, x, 0.0)
             yield block, Siblings(x, ok, add, least, self.raw_singles)
@@ -180,6 +190,8 @@ def prepare(
 ) -> RewardBatch:
     "Check rewards, groups, weights and masks; the keywords are those every estimator accepts."
     if isinstance(rewards, RewardBatch):
+        if weights is not None:
+            raise ValueError("A RewardBatch has its weights: give them to `prepare`.")
         return rewards
     x = rewards
     if not isinstance(x, Tensor):
@@ -193,7 +205,7 @@ def prepare(
     weights = [1.0] * r if weights is None else [float(w) for w in weights]
     if len(weights) != r:
         raise ValueError(f"{len(weights)} weights for {r} reward components: give one weight each.")
-    if not all(map(np.isfinite, weights)):
+    if not all(map(math.isfinite, weights)):
         raise ValueError(f"Weights must be finite numbers, got {weights}.")
     for name, value, known in (
         ("missing", missing, ("excluded", "zero_in_stats")),
@@ -214,19 +226,22 @@ def _groups(group_N, n: int, device, reduce, spread: bool) -> Groups:
         group_N = group_N.to(device)
     if not spread:
         groups = Groups.of(group_N)
+        if groups.size_P.device != device:
+            index = None if groups.block else groups.index_N.to(device)
+            groups = Groups(index, groups.size_P.to(device), groups.block)
     else:
         if reduce is None:
             raise ValueError("spread=True needs `reduce`: a process group or an all-reduce.")
         ids = torch.as_tensor(group_N, device=device).long()
-        low, high, rows = ids.amin(), ids.amax(), ids.new_tensor(len(ids))
-        low, high = int(reduce(low, "min")), int(reduce(high, "max"))
-        rows = int(reduce(rows, "sum"))
+        rows = int(reduce(ids.new_tensor(len(ids)), "sum"))
+        ends = (ids.amin(), ids.amax()) if len(ids) else ids.new_tensor([4 * rows, -1]).unbind()
+        low, high = int(reduce(ends[0], "min")), int(reduce(ends[1], "max"))
         if low < 0 or high > 4 * rows:
             raise ValueError(
                 f"Ids of groups spread over processes must lie in 0..4N, got {low}..{high} for "
                 f"{rows} samples: number the groups of the whole batch from 0."
             )
-        groups = Groups(reduce(torch.bincount(ids, minlength=high + 1), "sum"), None, ids)
+        groups = Groups(ids, reduce(torch.bincount(ids, minlength=high + 1), "sum"), None)
     if len(groups) != n:
         raise ValueError(f"{n} rewards for {len(groups)} group ids: both need one per sample.")
     return groups
@@ -237,7 +252,7 @@ def _valid(x: Tensor, mask_NK: Tensor | None, missing: str) -> tuple[Tensor, Ten
     n, _, k = x.shape
     ok = None
     # one pass tells whether there is anything to look for
-    if not x.sum().isfinite():
+    if not math.isfinite(x.sum().item()):
         if x.isinf().any():
             where = x.isinf().nonzero()[0].tolist()
             raise ValueError(f"Infinite reward at sample {where[0]}, component {where[1]}.")
@@ -271,6 +286,25 @@ def all_reducer(
     return reduce
 
 # %% ../nbs/09_advantages.ipynb #9c09570e
+def _centred(x, ok, weight, reduce) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "Values minus their mean (0 where not ok), count, mean and sum of squared deviations."
+    share = reduce or (lambda v, op: v)
+    if weight is not None:
+        weight = weight.double()
+        ok = weight > 0 if ok is None else ok & (weight > 0)
+    if ok is not None:
+        weight = torch.where(ok, 1.0 if weight is None else weight, 0.0)
+        x = torch.where(ok, x, 0.0)
+    total = x.sum() if weight is None else (weight * x).sum()
+    count = x.new_tensor(float(x.numel())) if weight is None else weight.sum()
+    count, total = share(torch.stack([count, total]), "sum").unbind()
+    mean = total / count
+    d = x - mean if ok is None else torch.where(ok, x - mean, 0.0)
+    flat = d.flatten()
+    m2 = torch.dot(flat, flat if weight is None else flat * weight.flatten())
+    return d, count, mean, share(m2, "sum")
+
+
 @dataclass(frozen=True)
 class Moments:
     "Count (or sum of weights), mean, sum of squared deviations, smallest and largest value."
@@ -291,26 +325,15 @@ class Moments:
 def moments(
     x: Tensor,  # values of any shape
     ok: Tensor | None = None,  # same shape, True = counts; None = all
-    weight: Tensor | None = None,  # same shape, how often each value counts; None = once
     reduce: Callable | None = None,  # all-reduce over processes
 ) -> Moments:
     "Moments of all valid values of a batch, on one process or many."
     x = x.double()
-    if weight is not None:
-        ok = weight > 0 if ok is None else ok & (weight > 0)
-    if ok is not None:
-        x, weight = x[ok], None if weight is None else weight[ok].double()
-    w = 1.0 if weight is None else weight
-    share = reduce or (lambda v, op: v)
-    count = x.new_tensor(float(x.numel())) if weight is None else weight.sum()
-    count, total = share(torch.stack([count, (w * x).sum()]), "sum").unbind()
-    mean = total / count
-    d = (x - mean).flatten()
-    m2 = share(torch.dot(d, d) if weight is None else (w * d * d).sum(), "sum")
-    low, high = (
-        torch.aminmax(x) if x.numel() else (x.new_tensor(v) for v in (torch.inf, -torch.inf))
-    )
-    low, high = share(low, "min"), share(high, "max")
+    _, count, mean, m2 = _centred(x, ok, None, reduce)
+    x = x if ok is None else x[ok]
+    low, high = torch.aminmax(x) if x.numel() else x.new_tensor([torch.inf, -torch.inf])
+    if reduce is not None:
+        low, high = reduce(low, "min"), reduce(high, "max")
     return Moments(*(v.item() for v in (count, mean, m2, low, high)))
 
 # %% ../nbs/09_advantages.ipynb #242955b7
@@ -321,19 +344,18 @@ def batch_norm(
     eps: float = 1e-4,  # added to the standard deviation
     ddof: int = 1,  # delta degrees of freedom
     weight_NK: Tensor | None = None,  # token counts: every token is one observation (verl)
-    noise: float = 0.0,  # a spread up to this counts as constant
+    noise: float = 0.0,  # a deviation up to this counts as constant
     reduce: Callable | None = None,  # all-reduce over processes
 ) -> Tensor:  # (N, K) float64
     "Whiten over the valid cells of the batch: (x - mean) / (std + eps)."
-    m = moments(values_NK, ok_NK, weight_NK, reduce)
-    if not m.count > 1 or m.high - m.low <= noise:
-        return torch.zeros_like(values_NK, dtype=torch.float64)
+    d, count, mean, m2 = _centred(values_NK.double(), ok_NK, weight_NK, reduce)
+    n, mean, m2 = count.item(), mean.item(), m2.item()
+    # a spread far below the resolution of the values themselves is rounding, not signal
+    if not n > max(ddof, 1) or m2 <= n * max(noise, 1e-13 * abs(mean)) ** 2:
+        return d.zero_()
     if weight_NK is None:
-        scale = 1 / (m.std(ddof) + eps) if m.count > ddof else 0.0
-    else:
-        scale = (m.m2 / (m.count - 1) + 1e-8) ** -0.5
-    out = (values_NK.double() - m.mean).mul_(scale)
-    return out if ok_NK is None else torch.where(ok_NK, out, 0.0)
+        return d.mul_(1 / ((m2 / (n - ddof)) ** 0.5 + eps))
+    return d.mul_((m2 / (n - 1) + 1e-8) ** -0.5)
 
 # %% ../nbs/09_advantages.ipynb #5686c038
 ADVANTAGES = Registry("advantage")
@@ -367,7 +389,7 @@ def grpo(
 
     values = b.per_group(kernel)
     if scale == "batch":
-        std = moments(b.totals(), b.ok_NK, reduce=b.reduce).std(ddof)
+        std = moments(b.totals(), b.ok_NK, b.reduce).std(ddof)
         values *= 1 / (std + eps) if std > 0 else 0.0
     return b.finish(values)
 
@@ -561,7 +583,7 @@ def _components(b: RewardBatch) -> list[Moments]:
     for k in range(len(b.weights_R)):
         x = b.x_NRK[:, k]
         ok = b.ok_NK if not b.sparse else ~x.isnan() & b.ok_NK
-        out.append(moments(x, ok, reduce=b.reduce))
+        out.append(moments(x, ok, b.reduce))
     return out
 
 
@@ -782,15 +804,15 @@ def passk(
 # %% ../nbs/09_advantages.ipynb #b32ebdc5
 def spread_to_tokens(
     advantages: Tensor,  # (N,) per sample or (N, K) per item
-    mask_NS: Tensor,  # (N, S) True = a token of the response
+    mask_NS: Tensor,  # (N, S) True or 1 = a token of the response
     item_NS: Tensor | None = None,  # (N, S) which item 0..K-1 a token belongs to, -1 = none
 ) -> Tensor:  # (N, S) float32, 0 outside
     "Give every token the advantage of its sample or of its item."
-    mask_NS = torch.as_tensor(mask_NS).bool()
+    mask_NS = torch.as_tensor(mask_NS)
     if advantages.ndim == 1 and item_NS is None:
         if len(advantages) != len(mask_NS):
             raise ValueError(f"{len(advantages)} advantages for {len(mask_NS)} rows of tokens.")
-        return torch.where(mask_NS, advantages[:, None], 0.0)
+        return mask_NS.to(advantages.dtype) * advantages[:, None]
     if advantages.ndim != 2 or item_NS is None or item_NS.shape != mask_NS.shape:
         raise ValueError(
             "Advantages per item need item_NS of the same shape as mask_NS, and per sample none; got "
@@ -803,7 +825,7 @@ def spread_to_tokens(
             f"item_NS must lie in -1..{k - 1}: mark tokens beyond the last rank as -1."
         )
     picked = advantages.gather(1, item_NS.clamp(min=0).long())
-    return torch.where(mask_NS & (item_NS >= 0), picked, 0.0)
+    return torch.where(mask_NS.bool() & (item_NS >= 0), picked, 0.0)
 
 # %% ../nbs/09_advantages.ipynb #1e8df6af
 def advantage_metrics(
@@ -813,8 +835,8 @@ def advantage_metrics(
 ) -> dict[str, float]:
     "Where the signal is: rewards, constant and dead groups, correlation with each component."
     parts = _components(b)
-    total = moments(b.totals(), b.ok_NK, reduce=b.reduce)
-    a = moments(values_NK, b.ok_NK, reduce=b.reduce)
+    total = moments(b.totals(), b.ok_NK, b.reduce)
+    a = moments(values_NK, b.ok_NK, b.reduce)
     kept = values_NK if b.ok_NK is None else values_NK[b.ok_NK]
     out = {"reward": total.mean, "reward_std": total.std()}
     out |= {"adv/abs_mean": moments(kept.abs(), reduce=b.reduce).mean, "adv/std": a.std()}

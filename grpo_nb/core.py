@@ -24,9 +24,9 @@ from torch import Tensor
 class Groups:
     "Which group each of N samples belongs to, as an index that all statistics share."
 
+    given_N: Tensor | None  # (N,) int64 in [0, P); None = follows from the blocks
     size_P: Tensor  # (P,) samples of each group
     block: int | None  # G, if samples lie as P blocks of G siblings (faster, same numbers)
-    given_N: Tensor | None = None  # (N,) the index where samples do not lie in blocks
 
     @cached_property
     def index_N(self) -> Tensor:  # (N,) int64 in [0, P)
@@ -62,13 +62,16 @@ class Groups:
             return ids
         if not isinstance(ids, Tensor):
             ids = np.asarray(ids)
-            if ids.dtype.kind == "f" or ids.dtype == object and any(x is None for x in ids):
+            seen: dict = {}
+            if ids.ndim == 1 and ids.dtype.kind not in "iuf":
+                keys = ids.tolist()
+                seen = dict.fromkeys(keys)
+                seen = dict(zip(seen, range(len(seen))))
+            if ids.dtype.kind == "f" or None in seen:
                 raise ValueError(
                     f"Group ids must be integers or strings, got dtype {ids.dtype}. Give one id per sample."
                 )
-            if ids.ndim == 1 and ids.dtype.kind not in "iu":
-                keys = ids.tolist()
-                seen = {k: i for i, k in enumerate(dict.fromkeys(keys))}
+            if seen:
                 ids = np.fromiter(map(seen.__getitem__, keys), np.int64, len(keys))
             ids = torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64))
         if ids.ndim != 1:
@@ -78,10 +81,10 @@ class Groups:
         ids = ids.detach().long()
         n = len(ids)
         if not n:
-            return cls(ids.new_zeros(0), None, ids)
+            return cls(ids, ids.new_zeros(0), None)
         block = _block_size(ids)
         if block:
-            return cls(ids.new_full((n // block,), block), block)
+            return cls(None, ids.new_full((n // block,), block), block)
         low, high = (int(x) for x in torch.aminmax(ids))
         if low < 0 or high > 4 * n:
             ids = torch.unique(ids, return_inverse=True)[1]
@@ -89,23 +92,21 @@ class Groups:
         if (size == 0).any():
             new = torch.cumsum(size > 0, 0) - 1
             ids, size = new[ids], size[size > 0]
-        return cls(size, None, ids)
+        return cls(ids, size, None)
 
 # %% ../nbs/00_core.ipynb #7ae824da
 def _block_size(ids: Tensor) -> int | None:
     "G, if ids are P runs of G equal ids and no id has two runs; else None."
+    ids = ids.cpu().numpy()
     n = len(ids)
     change = ids[1:] != ids[:-1]
-    head = change[: 1 << 16]
-    g = int(head.to(torch.uint8).argmax()) + 1 if head.any() else n
-    p = n // g
+    g = int(change[: 1 << 16].argmax()) + 1 if n > 1 else 1
+    g = g if n == 1 or change[g - 1] else n
     # G divides N, the id changes at the end of every run of G, and nowhere else
-    if n % g or int(change.count_nonzero()) != p - 1 or not change[g - 1 :: g].all():
+    if n % g or np.count_nonzero(change) != n // g - 1 or not change[g - 1 :: g].all():
         return None
     first = ids[::g]
-    if (first[1:] > first[:-1]).all() or len(torch.unique(first)) == len(first):
-        return g
-    return None
+    return g if (first[1:] > first[:-1]).all() or len(np.unique(first)) == len(first) else None
 
 # %% ../nbs/00_core.ipynb #ede5aca0
 CACHE_VALUES = 1 << 17  # float64 numbers of one block: 1 MB
@@ -125,7 +126,7 @@ class Block:
     ) -> Tensor:  # (C, G, P') float64, a copy
         "The block's values: columns first, groups last."
         x = x_NC[self.rows] if isinstance(self.rows, slice) else x_NC.index_select(0, self.rows)
-        x = x.unflatten(0, (-1, self.size)).permute(2, 1, 0)
+        x = x.reshape(-1, self.size, x.shape[1]).permute(2, 1, 0)
         return torch.empty(x.shape, dtype=torch.float64, device=x.device).copy_(x)
 
     def put(
@@ -136,7 +137,7 @@ class Block:
         "Write values back to the samples they belong to."
         x = lanes_CGP.permute(2, 1, 0)
         if isinstance(self.rows, slice):
-            out_NC[self.rows].unflatten(0, (-1, self.size)).copy_(x)
+            out_NC[self.rows].view(x.shape).copy_(x)
         else:
             out_NC[self.rows] = x.flatten(0, 1).to(out_NC.dtype)
 

@@ -1,0 +1,625 @@
+import json
+import math
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from grpo_nb.advantages import (
+    ADVANTAGES,
+    AdvantageConfig,
+    all_reducer,
+    batch_norm,
+    compute_advantages,
+    gate,
+    gdpo,
+    gpg,
+    grpo,
+    mo_grpo,
+    moments,
+    opo,
+    passk,
+    prepare,
+    reinforce_pp_baseline,
+    rloo,
+    spread_to_tokens,
+)
+from grpo_nb.core import Groups, blocks_of, group_stats
+
+HERE = Path(__file__).parent
+NAN = float("nan")
+pytestmark = pytest.mark.filterwarnings("ignore:GDPO's batch stage over a single group")
+
+
+def load(name):
+    return json.loads((HERE / "conformance" / f"advantages_{name}.json").read_text())["cases"]
+
+
+def ids(cases):
+    return [c["name"] for c in cases]
+
+
+def floats(values):
+    return np.array([NAN if v is None else v for v in values], dtype=np.float64)
+
+
+def agree(got, want, tolerance):
+    got, want = np.asarray(got, np.float64), floats(want)
+    keep = ~np.isnan(want)
+    bound = tolerance["atol"] + tolerance["rtol"] * np.abs(want[keep])
+    assert (np.abs(got[keep] - want[keep]) <= bound).all(), (got, want)
+
+
+F64 = dict(dtype=torch.float64)
+
+# ---------------------------------------------------------------------------------------------------------
+# Conformance. Where a record is not matched in the estimators' default form, the reason stands here.
+# ---------------------------------------------------------------------------------------------------------
+DELIBERATE = {
+    "trl: frac_reward_zero_std": "ours is always the share of groups in which every raw component is constant; TRL "
+    "takes the weighted sum (so components that cancel count as constant), or a property of the batch under "
+    "scale_rewards='batch' and under GDPO; counted over groups with a valid reward",
+    "trl: one reward under normalize_then_sum": "TRL whitens the batch even with one reward; ours is plain GRPO by "
+    "default, TRL's numbers come with single='whiten'",
+    "verl: one-sample groups": "verl returns the raw reward (no baseline); ours is 0 by default, verl's numbers come "
+    "with singleton='raw' (except rloo_vectorized, which is 0 in verl too)",
+    "verl: token whitening": "verl's batch stage counts every token, so long answers set mean and scale; ours counts "
+    "responses by default, verl's numbers come with level='token'",
+    "verl: zero-length row": "its reward belongs to the group's statistics as in verl unless the caller masks the row "
+    "(mask_NK), which also takes it out of the baseline",
+    "verl: gdpo/single_token_total": "verl raises when the batch holds a single token; ours is 0",
+    "multireward: gate": "theirs opens at exactly 1, ours from `at_least` on; the records are met with at_most=1",
+    "multireward: subgroup": "theirs returns rewards centred over the passers, ours takes the others out of the "
+    "statistics (NaN); the centred values are those of dr_grpo",
+}
+
+TRL = load("trl")
+
+
+def trl_config(params):
+    if params["multi_objective_aggregation"] == "normalize_then_sum":
+        return AdvantageConfig("gdpo", params["reward_weights"], options=dict(single="whiten"))
+    return AdvantageConfig(
+        "grpo", params["reward_weights"], options=dict(scale=params["scale_rewards"])
+    )
+
+
+@pytest.mark.parametrize("case", TRL, ids=ids(TRL))
+def test_trl(case):
+    params = case["params"]
+    rewards = np.array(case["inputs"]["rewards"], dtype=np.float64)
+    group_N = np.arange(len(rewards)) // params["num_generations"]
+    out = compute_advantages(rewards, group_N, config=trl_config(params))
+    want = case.get("expected_right", case["expected"])
+    agree(out.values, want["advantages"], case["tolerance"])
+    assert not out.values.isnan().any()
+    if "expected_right" in case:
+        assert (out.values == 0).all()
+    for name, value in case["expected"]["metrics"].items():
+        if name == "frac_reward_zero_std":
+            continue
+        if value is None:
+            assert math.isnan(out.metrics[name])
+        else:
+            agree([out.metrics[name]], [value], dict(rtol=1e-5, atol=1e-5))
+
+
+def test_trl_zero_std_fraction_differs_only_where_said():
+    differ = []
+    for case in TRL:
+        params = case["params"]
+        rewards = np.array(case["inputs"]["rewards"], dtype=np.float64)
+        group_N = np.arange(len(rewards)) // params["num_generations"]
+        got = compute_advantages(rewards, group_N, config=trl_config(params)).metrics
+        if not math.isclose(
+            got["frac_reward_zero_std"], case["expected"]["metrics"]["frac_reward_zero_std"]
+        ):
+            differ.append(case)
+    for case in differ:
+        params, tags = case["params"], case["tags"]
+        batch_property = (
+            params["scale_rewards"] == "batch"
+            or params["multi_objective_aggregation"] == "normalize_then_sum"
+        )
+        noise_or_missing = {"float_noise", "cancel", "none"} & set(tags)
+        assert batch_property or noise_or_missing, case["name"]
+    assert differ and DELIBERATE["trl: frac_reward_zero_std"]
+
+
+MULTI = load("multireward")
+
+
+@pytest.mark.parametrize("case", MULTI, ids=ids(MULTI))
+def test_multireward(case):
+    params, expected = case["params"], case["expected"]
+    rewards = torch.tensor(case["inputs"]["rewards"], dtype=torch.float64)
+    if params["op"] == "conditioning":
+        return conditioning(rewards, params, expected, case["tolerance"])
+    batch = params["op"] == "advantage_batch"
+    group_N = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1]) if batch else None
+    rows = rewards.flatten(0, 1) if batch else rewards
+    group_N = torch.zeros(len(rows), dtype=torch.long) if group_N is None else group_N
+    modes = {"na": "mo_grpo", "an": "grpo", "single": "grpo"}
+    kw = dict(eps=params["eps"], ddof=0, **F64)
+    if "error" in expected:
+        with pytest.raises(ValueError):
+            ADVANTAGES[modes.get(params["mode"], params["mode"])](
+                rows, group_N, params["weights"], **kw
+            )
+        return
+    if params["mode"] == "single":
+        got = grpo(rows[:, 0], group_N, **kw)
+    else:
+        got = ADVANTAGES[modes[params["mode"]]](rows, group_N, params["weights"], **kw)
+    agree(got, np.ravel(expected["advantages"]).tolist(), case["tolerance"])
+
+
+def conditioning(rewards, params, expected, tolerance):
+    conditioned, on = params["conditioned"], params["gate"]
+    go = lambda: gate(rewards, conditioned, on, at_least=1, at_most=1, how=params["impl"])
+    if "error" in expected:
+        with pytest.raises(ValueError):
+            go()
+        return
+    got = rewards if params["impl"] == "none" else go()
+    if params["impl"] == "subgroup":
+        got = got.clone()
+        column = got[:, conditioned]
+        got[:, conditioned] = ADVANTAGES["dr_grpo"](column, [0] * len(column), **F64)
+    agree(got.flatten(), np.ravel(expected["rewards"]).tolist(), tolerance)
+
+
+VERL = load("verl")
+
+
+def verl_call(case):
+    inputs, params = case["inputs"], case["params"]
+    eps, name = params["epsilon"], params["estimator"]
+    scale = "group" if params.get("norm_adv_by_std", True) else "none"
+    dtype = torch.float32 if params["dtype"] == "float32" else torch.float64
+    lengths = inputs["lengths"]
+    if "mask" in inputs:
+        lengths = np.array(inputs["mask"]).sum(1).tolist()
+    raw = dict(singleton="raw", **F64)
+    groups = inputs["group_ids"]
+    if name == "gdpo":
+        by_key = [inputs["rewards_by_key"][k] for k in params["reward_keys"]]
+        rewards = torch.tensor(by_key, dtype=dtype).t()
+        return gdpo(
+            rewards,
+            groups,
+            params["reward_weights"],
+            scale=scale,
+            eps=eps,
+            single="whiten",
+            level="token",
+            lengths_N=lengths,
+            **raw,
+        )
+    rewards = torch.tensor(inputs["rewards"], dtype=dtype)
+    if name in ("grpo", "grpo_vectorized"):
+        return grpo(rewards, groups, scale=scale, eps=eps, **raw)
+    if name == "rloo":
+        return rloo(rewards, groups, **raw)
+    if name == "rloo_vectorized":
+        return rloo(rewards, groups, **F64)
+    if name == "opo":
+        return opo(rewards, groups, lengths_N=lengths, **raw)
+    if name == "gpg":
+        return gpg(rewards, groups, **raw)
+    if name == "grpo_passk":
+        return passk(rewards, groups, scale=scale, eps=eps, **F64)
+    if name == "reinforce_plus_plus_baseline":
+        return reinforce_pp_baseline(rewards, groups, level="token", lengths_N=lengths, **raw)
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("case", VERL, ids=ids(VERL))
+def test_verl(case):
+    want = case.get("expected_right", case["expected"])
+    if case["name"] == "gdpo/single_token_total":
+        assert verl_call(case).tolist() == [0.0]
+        return
+    if "error" in want:
+        with pytest.raises(ValueError):
+            verl_call(case)
+        return
+    got = verl_call(case)
+    compare = np.array(want["compare"])
+    agree(got.numpy()[compare], floats(want["advantages"])[compare].tolist(), case["tolerance"])
+    if "expected_right" in case:
+        zero = np.array(want["advantages"]) == 0.0
+        assert (got.numpy()[zero] == 0).all()
+    if "token_advantages" in want and "mask" not in case["inputs"]:
+        steps = torch.arange(case["inputs"]["max_length"])
+        mask = steps < torch.tensor(case["inputs"]["lengths"])[:, None]
+        tokens = spread_to_tokens(got, mask)
+        agree(tokens.flatten(), np.ravel(want["token_advantages"]).tolist(), case["tolerance"])
+    if "pre_norm" in want and case["params"].get("norm_adv_by_std"):
+        inputs = case["inputs"]
+        rewards = [inputs["rewards_by_key"][k] for k in case["params"]["reward_keys"]]
+        weights = case["params"]["reward_weights"]
+        kw = dict(eps=case["params"]["epsilon"], singleton="raw", **F64)
+        pre = mo_grpo(torch.tensor(rewards).t(), inputs["group_ids"], weights, **kw)
+        agree(pre.numpy()[compare], floats(want["pre_norm"])[compare].tolist(), case["tolerance"])
+
+
+def test_masking_a_row_without_tokens_takes_it_out_of_the_baseline():
+    case = next(c for c in VERL if c["name"] == "grpo_std/zero_length_row")
+    rewards, groups = torch.tensor(case["inputs"]["rewards"]), case["inputs"]["group_ids"]
+    got = grpo(rewards, groups, mask_NK=torch.tensor(case["inputs"]["lengths"]) > 0)
+    assert got[:3].tolist() == [0, 0, 0]  # the two siblings left are equal
+    alone = grpo(rewards[1:], groups[1:])
+    assert torch.equal(got[1:], alone)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Independent loop implementation, straight from the formulas
+# ---------------------------------------------------------------------------------------------------------
+
+
+def slow_z(column, groups, eps, ddof):
+    out = np.zeros(len(column))
+    for g in set(groups):
+        rows = [i for i, h in enumerate(groups) if h == g and not math.isnan(column[i])]
+        values = [float(column[i]) for i in rows]
+        if len(values) <= ddof or max(values) == min(values):
+            continue
+        mean = math.fsum(values) / len(values)
+        std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - ddof))
+        for i in rows:
+            out[i] = (column[i] - mean) / (std + eps)
+    return out
+
+
+def slow_gdpo(x, groups, weights, eps=1e-4, eps_batch=1e-4, ddof=1):
+    s = sum(w * slow_z(x[:, k], groups, eps, ddof) for k, w in enumerate(weights))
+    rows = [i for i in range(len(x)) if not np.isnan(x[i]).all()]
+    values = [s[i] for i in rows]
+    out = np.zeros(len(x))
+    if len(values) <= ddof or max(values) - min(values) < 1e-12:
+        return out
+    mean = math.fsum(values) / len(values)
+    std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - ddof))
+    for i in rows:
+        out[i] = (s[i] - mean) / (std + eps_batch)
+    return out
+
+
+reward = st.sampled_from([0.0, 1.0, 0.1, 0.7, 0.35, -1.5, 3.25, 100.0]) | st.floats(-5, 5)
+RUN = settings(max_examples=20, deadline=None)
+
+
+@st.composite
+def batches(draw, missing=True, min_rows=1):
+    n, r = draw(st.integers(min_rows, 12)), draw(st.integers(1, 3))
+    value = st.one_of(reward, st.just(NAN)) if missing else reward
+    x = np.array(draw(st.lists(st.lists(value, min_size=r, max_size=r), min_size=n, max_size=n)))
+    groups = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
+    weights = draw(st.lists(st.sampled_from([1.0, 0.5, 2.0]), min_size=r, max_size=r))
+    return x.reshape(n, r), groups, weights
+
+
+@RUN
+@given(batches())
+def test_gdpo_and_grpo_equal_the_loops(batch):
+    x, groups, weights = batch
+    got = gdpo(x, groups, weights, single="whiten", **F64).numpy()
+    np.testing.assert_allclose(got, slow_gdpo(x, groups, weights), atol=1e-7)
+    total = np.where(np.isnan(x).all(1), NAN, (np.nan_to_num(x) * weights).sum(1))
+    got = grpo(x, groups, weights, **F64).numpy()
+    np.testing.assert_allclose(got, slow_z(total, groups, 1e-4, 1), atol=1e-7)
+
+
+@settings(max_examples=8, deadline=None)
+@given(batches(), st.randoms(use_true_random=False))
+def test_row_order_does_not_matter(batch, random):
+    x, groups, weights = batch
+    order = list(range(len(x)))
+    random.shuffle(order)
+    for name, f in ADVANTAGES.items():
+        kw = dict(lengths_N=[1 + i % 3 for i in range(len(x))]) if name == "opo" else {}
+        if name == "passk":
+            groups, kw = [g // 4 for g in groups], {}
+            if len(x) < 2:
+                continue
+        if name == "sa_mrpo":
+            kw = dict(low=-10, high=200)
+        if name == "saw":
+            kw = dict(low=-10)
+        base = f(x, groups, weights, **F64, **kw)
+        if name == "opo":
+            kw = dict(lengths_N=[kw["lengths_N"][i] for i in order])
+        moved = f(x[order], [groups[i] for i in order], weights, **F64, **kw)
+        torch.testing.assert_close(moved, base[order], atol=1e-8, rtol=1e-7, msg=name)
+        assert not base.isnan().any()
+
+
+@RUN
+@given(batches(missing=False), st.floats(0.1, 50), st.floats(-20, 20))
+def test_affine_invariance_and_sign_flip(batch, a, b):
+    x, groups, weights = batch
+    # a spread that the transformation cannot lose to rounding
+    std = group_stats(torch.from_numpy(x), groups).std
+    assume(bool(((std > 1e-3) | ~(std > 0)).all()))
+    kw = dict(eps=0, single="whiten", **F64)
+    y = x.copy()
+    y[:, 0] = a * x[:, 0] + b
+    base = gdpo(x, groups, weights, **kw)
+    torch.testing.assert_close(gdpo(y, groups, weights, **kw), base, atol=1e-6, rtol=1e-6)
+    y[:, 0] = -a * x[:, 0] + b
+    flipped = gdpo(x, groups, [-weights[0], *weights[1:]], **kw)
+    torch.testing.assert_close(gdpo(y, groups, weights, **kw), flipped, atol=1e-6, rtol=1e-6)
+
+
+@RUN
+@given(batches(missing=False), st.floats(0.1, 50))
+def test_common_weight_factor_and_copies(batch, factor):
+    x, groups, weights = batch
+    kw = dict(eps_batch=0, single="whiten", **F64)
+    base = gdpo(x, groups, weights, **kw)
+    # sums that cancel to rounding have no scale to be invariant to
+    assume(base.abs().max() == 0 or mo_grpo(x, groups, weights, **F64).abs().max() > 1e-6)
+    scaled = gdpo(x, groups, [factor * w for w in weights], **kw)
+    torch.testing.assert_close(scaled, base, atol=1e-7, rtol=1e-6)
+    copies = np.repeat(x[:, :1], 3, 1)
+    torch.testing.assert_close(
+        gdpo(copies, groups, **kw), gdpo(x[:, :1], groups, **kw), atol=1e-7, rtol=1e-6
+    )
+
+
+@RUN
+@given(batches(missing=False))
+def test_sums_over_a_group_vanish(batch):
+    x, groups, weights = batch
+    index = Groups.of(groups).index_N
+    for f in (grpo, rloo, mo_grpo, ADVANTAGES["dr_grpo"], ADVANTAGES["grpo_batch"]):
+        a = f(x, groups, weights, **F64)
+        sums = torch.zeros(len(x), dtype=torch.float64).index_add_(0, index, a)
+        assert sums.abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_constant_groups_are_exactly_zero(name, dtype):
+    values = (0.1, 0.2, 0.3, 0.35, 0.7, 0.95, 1 / 3, 1e-12, 0.123456789)
+    for n in range(2, 17):
+        x = torch.tensor(values, dtype=dtype).repeat_interleave(n)
+        x = torch.stack([x, x.flip(0)], 1)
+        groups = [i // n for i in range(len(x))]
+        kw = dict(lengths_N=[1 + i % 5 for i in range(len(x))]) if name == "opo" else {}
+        assert (ADVANTAGES[name](x, groups, [1, 0.3], **kw, **F64) == 0).all(), (n, name)
+
+
+@RUN
+@given(batches(), st.integers(0, 11))
+def test_nan_in_one_row_leaves_other_groups_alone(batch, row):
+    x, groups, weights = batch
+    row %= len(x)
+    y = x.copy()
+    y[row] = NAN
+    others = [i for i, g in enumerate(groups) if g != groups[row]]
+    for f in (grpo, rloo, mo_grpo):
+        a, b = f(x, groups, weights), f(y, groups, weights)
+        assert torch.equal(a[others], b[others])
+        assert b[row] == 0 and b.isfinite().all()
+
+
+def test_nan_leaves_other_groups_bitwise_alone_when_the_batch_was_complete():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(64, 3, generator=generator)
+    y = x.clone()
+    y[5, 1] = NAN
+    groups = torch.arange(64) // 8
+    for f in (grpo, rloo, mo_grpo):
+        assert torch.equal(f(x, groups)[8:], f(y, groups)[8:])
+
+
+@RUN
+@given(batches())
+def test_ranks(batch):
+    x, groups, weights = batch
+    x = torch.from_numpy(x)
+    for f in (grpo, gdpo, mo_grpo, rloo):
+        one = f(x[:, :, None], groups, weights)
+        assert one.shape == (len(x), 1) and torch.equal(one[:, 0], f(x, groups, weights))
+    # ranks never mix before the batch stage, and rows that do not exist are like NaN
+    both = torch.stack([x, x.flip(0)], 2)
+    a = mo_grpo(both, groups, weights)
+    assert torch.equal(a[:, 0], mo_grpo(x, groups, weights))
+    assert torch.equal(a[:, 1], mo_grpo(x.flip(0), groups, weights))
+    mask = torch.arange(len(x)) % 3 != 0
+    hidden = torch.where(mask[:, None], x, NAN)
+    assert torch.equal(gdpo(x, groups, weights, mask_NK=mask), gdpo(hidden, groups, weights))
+
+
+def test_layouts_give_the_same_numbers():
+    generator = torch.Generator().manual_seed(1)
+    sizes = [3, 8, 1, 5, 8, 2, 8]
+    groups = torch.arange(7).repeat_interleave(torch.tensor(sizes))
+    x = torch.rand(len(groups), 2, generator=generator)
+    perm = torch.randperm(len(groups), generator=generator)
+    base = gdpo(x, groups)
+    for names in (groups, groups * 10**10, [f"uuid-{g}" for g in groups.tolist()]):
+        assert torch.equal(gdpo(x, names), base)
+    torch.testing.assert_close(gdpo(x[perm], groups[perm]), base[perm], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        base.double(),
+        torch.from_numpy(slow_gdpo(x.double().numpy(), groups.tolist(), [1, 1])),
+        atol=1e-6,
+        rtol=1e-6,
+    )
+
+
+def test_many_blocks_equal_one():
+    generator = torch.Generator().manual_seed(2)
+    n = 1 << 17
+    x = torch.rand(n, 4, generator=generator)
+    groups = Groups.of(torch.arange(n) // 8)
+    assert len(blocks_of(groups, 4)) > 3
+    a = mo_grpo(x, groups)
+    rows = slice(8 * 5000, 8 * 5001)
+    torch.testing.assert_close(a[rows], mo_grpo(x[rows], [0] * 8))
+
+
+def test_inputs_are_not_changed():
+    for shape in ((8, 1), (8, 2), (1, 1), (8, 1, 1)):
+        x = torch.rand(shape, dtype=torch.float64)
+        before = x.clone()
+        for name, f in ADVANTAGES.items():
+            if name == "passk" and len(x) < 2:
+                continue
+            f(x, [0] * len(x), **(dict(lengths_N=[1] * len(x)) if name == "opo" else {}))
+        assert torch.equal(x, before)
+
+
+def test_completion_length_and_padding_do_not_matter():
+    rewards, groups = torch.tensor([[1.0, 0], [0, 1], [1, 1], [0, 0]]), [0, 0, 1, 1]
+    a = gdpo(rewards, groups)
+    for lengths, width in (([1, 2, 3, 4], 4), ([5, 1, 1, 9], 16)):
+        mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+        tokens = spread_to_tokens(a, mask)
+        assert torch.equal(tokens[:, 0], a) and (tokens[~mask] == 0).all()
+
+
+def test_whitening_a_batch_of_noise_only():
+    x = torch.tensor([[0.1, 0.9], [0.3, 0.7], [0.6, 0.4], [0.2, 0.8]], dtype=torch.float64)
+    assert (gdpo(x, [0, 0, 1, 1], eps=0, eps_batch=0) == 0).all()
+    assert (batch_norm(torch.full((9, 1), 0.7, dtype=torch.float64), eps=0) == 0).all()
+
+
+def test_single_group_warns_and_two_do_not():
+    x = torch.tensor([[1.0, 0], [0, 1], [1, 1], [0, 0]])
+    with pytest.warns(UserWarning, match="at least two groups"):
+        gdpo(x, [0] * 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gdpo(x, [0, 0, 1, 1])
+
+
+def test_empty_batch():
+    for f in (grpo, gdpo, mo_grpo, rloo):
+        assert f(torch.zeros(0, 2), torch.zeros(0, dtype=torch.long)).shape == (0,)
+    out = compute_advantages(torch.zeros(0, 2), torch.zeros(0, dtype=torch.long))
+    assert out.values.shape == (0,)
+
+
+def test_metrics_on_ragged_groups_with_missing_values():
+    x = torch.tensor([[1.0, NAN], [1, 0.5], [0, 2], [1, 2], [NAN, NAN], [0, NAN]])
+    out = compute_advantages(x, [0, 0, 1, 1, 1, 2], ["a", "b"], AdvantageConfig("gdpo"))
+    m = out.metrics
+    assert m["adv/invalid_rows"] == 1
+    # a: group 0 constant at 1 (good), group 1 mixed, group 2 a lone 0 (bad); b: 0 lone, 1 constant at 2
+    assert m["groups/a/zero_std"] == pytest.approx(2 / 3)
+    assert m["groups/a/all_good"] == pytest.approx(1 / 3)
+    assert m["groups/b/zero_std"] == 1 and m["groups/b/all_good"] == pytest.approx(0.5)
+    assert m["frac_reward_zero_std"] == pytest.approx(2 / 3)
+    assert m["adv/dead_groups"] == pytest.approx(2 / 3)
+    assert m["adv/share/a"] == 1 and m["adv/share/b"] == 0
+    assert m["rewards/a/mean"] == pytest.approx(3 / 5)
+    assert moments(torch.tensor([1.0, 2])).std() == pytest.approx(0.5**0.5)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Two real processes
+# ---------------------------------------------------------------------------------------------------------
+
+
+def shared_batch():
+    generator = torch.Generator().manual_seed(3)
+    group_N = torch.arange(12).repeat_interleave(4)
+    x = torch.rand(48, 2, generator=generator)
+    x[:, 1] = (x[:, 1] < 0.4).float()
+    x[5, 0] = NAN
+    x[9] = NAN
+    x[16:20] = 0.7
+    return x, group_N
+
+
+MODES = {
+    "grpo": {},
+    "opo": {},
+    "grpo_batch": {},
+    "rloo": {},
+    "loo_norm": {},
+    "mo_grpo": {},
+    "gdpo": {},
+    "sa_mrpo": {},
+    "saw": {},
+    "dvao": {},
+    "gd2po": {},
+    "reinforce_pp_baseline": {},
+    "gpg": {},
+    "passk": {},
+}
+
+
+def in_process(rank, port, out):
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    x, group_N = shared_batch()
+    results = {}
+    for spread in (False, True):
+        # uneven shares: 5 and 7 whole groups, or every third sample and the rest
+        first = torch.arange(48) % 3 == 0 if spread else group_N < 5
+        rows = first if rank == 0 else ~first
+        for mode, options in MODES.items():
+            config = AdvantageConfig(mode, [1, 0.5], options=options)
+            reduce = all_reducer() if mode != "gdpo" else dist.group.WORLD
+            got = compute_advantages(
+                x[rows],
+                group_N[rows],
+                config=config,
+                lengths_N=1 + torch.arange(48)[rows] % 5,
+                reduce=reduce,
+                spread=spread,
+            )
+            results[mode, spread] = (rows, got.values, got.metrics)
+    torch.save(results, f"{out}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_processes_give_the_numbers_of_one(tmp_path):
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.start_processes(in_process, (port, str(tmp_path)), nprocs=2, start_method="spawn")
+    parts = [torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)]
+    x, group_N = shared_batch()
+    for mode, spread in parts[0]:
+        want = compute_advantages(
+            x,
+            group_N,
+            config=AdvantageConfig(mode, [1, 0.5], options=MODES[mode]),
+            lengths_N=1 + torch.arange(48) % 5,
+        )
+        for part in parts:
+            rows, values, metrics = part[mode, spread]
+            torch.testing.assert_close(values, want.values[rows], atol=1e-6, rtol=1e-6)
+            for k, v in want.metrics.items():
+                if k != "adv/distinct":
+                    assert metrics[k] == pytest.approx(v, abs=1e-6, nan_ok=True), (mode, spread, k)
+
+
+def test_shards_whitened_alone_are_wrong():
+    x, group_N = shared_batch()
+    whole = gdpo(x, group_N)
+    alone = torch.cat([gdpo(x[:20], group_N[:20]), gdpo(x[20:], group_N[20:])])
+    assert (whole - alone).abs().max() > 0.01
+
+
+def test_prepare_accepts_arrays_lists_and_groups():
+    x = [[1.0, 0.0], [0.0, None]]
+    for rewards in (x, np.array(x, dtype=np.float64), torch.tensor([[1.0, 0.0], [0.0, NAN]])):
+        assert prepare(rewards, Groups.of([0, 0])).sparse
+    assert torch.equal(grpo(torch.tensor([1, 0]), [0, 0]), grpo([True, False], [0, 0]))
