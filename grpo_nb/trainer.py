@@ -32,6 +32,7 @@ from grpo_nb.advantages import (
     weights_by_name,
 )
 from .core import Policy, Rollout, seeded, unknown_name
+from .filter_groups import FilterGroupsConfig, GroupCollector, check_filter
 from .rewards import REWARDS, RewardConfig, RewardRunner
 from .tasks import Taskset, data_path
 from .tracking import Counters, Progress, Run
@@ -126,6 +127,7 @@ class GRPOConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -222,7 +224,12 @@ def load_config(
         raise ValueError(f"No recipe at {recipe}.") from None
     except (OmegaConfBaseException, _yaml_error()) as e:
         raise ValueError(f"{recipe or 'overrides'} cannot be read: {e}") from None
-    return build_config(cls, plain or {})
+    plain = plain or {}
+    if set(plain.get("algorithm") or ()) == {"filter_groups"}:  # verl's place of this block
+        plain["filter_groups"] = plain.pop("algorithm")["filter_groups"]
+    if isinstance(plain.get("filter_groups"), Mapping):
+        plain["filter_groups"].pop("_target_", None)
+    return build_config(cls, plain)
 
 
 def _yaml_error():
@@ -333,6 +340,16 @@ class GRPO:
             params, o.lr, o.betas, weight_decay=o.weight_decay, fused=fused
         )
         self.generators = {k: seeded(c.seed, k) for k in ("sampling", "minibatches")}
+        self.collector = None
+        if c.filter_groups.enable:
+            check_filter(c.filter_groups, c.num_generations)
+            self.collector = GroupCollector(
+                c.filter_groups,
+                c.train_batch_size,
+                c.num_generations,
+                advantage=c.advantage.mode,
+                on_rewarded=self.stream.feedback,
+            )
         self.step_done, self.counters, self.run, self.history = 0, Counters(), None, []
 
     def __repr__(self):
@@ -378,25 +395,55 @@ def learning_rate(
 
 # %% ../nbs/13_trainer.ipynb #76078fb2
 @patch
-def collect(
+def generate(
     self: GRPO,
-    tasks: list | None = None,  # default: the next of the stream
-) -> Rollout:  # with rewards
-    "Sample and score one batch."
+    tasks: list | int,  # tasks, or how many of the stream
+) -> Rollout:  # without rewards
+    "Sample one batch."
     c, k = self.config, self.counters
-    tasks = self.stream.read(c.train_batch_size) if tasks is None else tasks
+    tasks = self.stream.read(tasks) if isinstance(tasks, int) else tasks
     with k.timed("gen_seconds"):
         rollout = self.policy.sample(tasks, c.num_generations, self.generators["sampling"])
-    with k.timed("reward_seconds"):
-        rollout = self.rewards(rollout)
     k.add(
         n_prompts=len(tasks),
         n_rollouts_generated=len(rollout),
         tokens_generated=int(rollout.mask_NS.sum()),
-        reward_calls=len(rollout) * len(rollout.reward_names),
     )
-    self.stream.feedback(rollout)
     return rollout
+
+
+@patch
+def score(
+    self: GRPO,
+    rollout: Rollout,  # samples
+) -> Rollout:  # the same with rewards
+    "Reward a batch."
+    with self.counters.timed("reward_seconds"):
+        rollout = self.rewards(rollout)
+    self.counters.add(reward_calls=len(rollout) * len(rollout.reward_names))
+    return rollout
+
+
+@patch
+def collect(
+    self: GRPO,
+    tasks: list
+    | None = None,  # default: the next of the stream, filtered if the configuration says so
+) -> Rollout | None:  # with rewards; None if filtering left nothing to train on
+    "Sample and score the batch of one step."
+    self._collected = {}
+    if tasks is not None or self.collector is None:
+        rollout = self.score(
+            self.generate(self.config.train_batch_size if tasks is None else tasks)
+        )
+        self.stream.feedback(rollout)
+        return rollout
+    got = self.collector.collect(self.generate, self.score, policy_version=self.step_done)
+    self._collected = got.metrics
+    if got.rollout is None:
+        return None
+    age = self.step_done - torch.as_tensor(got.rollout.info["policy_version"])
+    return got.rollout.replace(info=got.rollout.info | {"age": age})
 
 
 @patch
@@ -430,7 +477,10 @@ def step(
     "One training step."
     c, k = self.config, self.counters
     before = k.row()
+    self._collected = {}
     rollout = tasks if isinstance(tasks, Rollout) else self.collect(tasks)
+    if rollout is None:
+        return self._skipped(before, record)
     values, metrics = self.advantages(rollout)
     u = c.update
     if num_epochs is not None:
@@ -465,13 +515,26 @@ def step(
         "epoch": getattr(self.stream, "epoch", math.nan),
         "num_tokens": now["tokens_generated"],
     }
-    row |= now | {"step_time": now["wall_seconds"] - before["wall_seconds"]}
+    row |= now | {"step_time": now["wall_seconds"] - before["wall_seconds"]} | self._collected
     self._last = rollout, values, report
     if record:
         self._record(row)
     return row
 
 # %% ../nbs/13_trainer.ipynb #52ab63f4
+@patch
+def _skipped(self: GRPO, before: dict, record: bool) -> dict[str, float]:
+    "The row of a step whose every group was filtered away: nothing was trained, and nothing pretends to have been."
+    self.step_done += 1
+    now = self.counters.row()
+    row = {"loss": math.nan, "grad_norm": math.nan, "updates_per_rollout": 0, "upd/n_done": 0}
+    row |= now | {"step_time": now["wall_seconds"] - before["wall_seconds"]} | self._collected
+    self._last = None
+    if record:
+        self._record(row)
+    return row
+
+# %% ../nbs/13_trainer.ipynb #93602370
 def completion_metrics(
     rollout: Rollout,
 ) -> dict[str, float]:
@@ -495,15 +558,17 @@ def completion_metrics(
 def _record(self: GRPO, row):
     "Write the row (and now and then samples), tell the callbacks."
     c = self.config.run
-    rollout, values, report = self._last
     self.history.append(row)
     if self.run is not None:
         self.run.log(self.step_done, row)
-        every = c.samples_every
-        if every and (self.step_done % every == 0 or self.step_done == 1):
-            self.run.log_samples(self.step_done, sample_table(rollout, values, c.samples_rows))
-        if report.reason:
-            self.run.event("kl_stop", step=self.step_done, reason=report.reason)
+        if self._last is None:
+            self.run.event("skipped", step=self.step_done, reason="every group was filtered")
+        else:
+            rollout, values, report = self._last
+            if c.samples_every and (self.step_done % c.samples_every == 0 or self.step_done == 1):
+                self.run.log_samples(self.step_done, sample_table(rollout, values, c.samples_rows))
+            if report.reason:
+                self.run.event("kl_stop", step=self.step_done, reason=report.reason)
     for f in self.callbacks:
         f(self, row)
 
