@@ -573,7 +573,8 @@ class PassRateEstimator:
             guessed = self.history.successes(*self.anchors(indices))
             alpha += guessed
             beta += total - guessed
-        return np.maximum(alpha, 1), np.maximum(beta, 1)  # evidence is never negative, rounding is
+        none = 1 + 1e-12  # rounding, not evidence; samplers change their algorithm at exactly 1
+        return np.where(alpha < none, 1.0, alpha), np.where(beta < none, 1.0, beta)
 
     def mean(self, indices=slice(None)) -> np.ndarray:
         "Expected pass rate of some tasks."
@@ -596,7 +597,7 @@ class PassRateEstimator:
             return
         self.count["updates"] += 1
         gained = np.stack([f.counts * f.values, f.counts * (1 - f.values)], 1)
-        if self.rho > 0:
+        if self.weak is not None:
             guess = self._interpolate(f)
             gained -= self.rho * self.m * np.stack([guess, 1 - guess], 1)
         rows = self.visits[f.indices]
@@ -823,7 +824,7 @@ def sample_near(
     tau: float,  # temperature of exp(-|target - mean| / tau)
     k: int,  # how many tasks
     rng: np.random.Generator,
-    patience: int = 2_000_000,  # proposals before Gumbel-top-k takes over
+    patience: int | None = None,  # proposals before Gumbel-top-k takes over; None: N / 4
 ) -> np.ndarray:  # (k,) in order of selection
     "Sample k tasks without replacement, probability proportional to exp(-|target - mean| / tau)."
     recent, cells = est.recent(), len(grid.size_C)
@@ -835,6 +836,7 @@ def sample_near(
         np.r_[grid.start_C, np.arange(len(recent))],
     )
     edge = np.cumsum(size * np.exp((gap.min() - gap) / tau))
+    patience = max(est.num_tasks // 4, 1000) if patience is None else patience
     chosen, tried, rate = np.zeros(0, np.int64), 0, 0.5
     while len(chosen) < k and tried < patience:
         n = int(min(1.5 * (k - len(chosen)) / rate + 64, 200_000))
@@ -928,7 +930,7 @@ def closest_draws(
     bound = max(beta_density_bound(x, evidence) for x in (low, min(max(target, 0), 1), high))
     share = (high - low) * bound
     found, inside = np.zeros(0, np.int64), np.zeros(0)
-    if share < 0.05:
+    if share < 0.2:  # beyond, drawing everything is cheaper
         found = rng.choice(n, rng.binomial(n, share), replace=False)
         inside = rng.uniform(low, high, len(found))
         density = np.exp(beta_log_density(inside, *est.posterior(found)))
@@ -955,11 +957,12 @@ def sample_draws(
     tau: float,  # temperature of exp(-|target - draw| / tau)
     k: int,  # how many tasks
     rng: np.random.Generator,
-    patience: int = 500_000,  # proposals before all tasks are drawn
+    patience: int | None = None,  # proposals before all tasks are drawn; None: N / 4
 ) -> np.ndarray:  # (k,) in order of selection
     "Sample k tasks without replacement, probability proportional to exp(-|target - draw| / tau)."
     n = est.num_tasks
     known, drawn = np.zeros(0, np.int64), np.zeros(0)  # tasks drawn so far, ascending
+    patience = max(est.num_tasks // 4, 1000) if patience is None else patience
     chosen, tried, rate = np.zeros(0, np.int64), 0, 0.5
     while len(chosen) < k and tried < patience:
         size = int(min(1.5 * (k - len(chosen)) / rate + 64, 100_000))
