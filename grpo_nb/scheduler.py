@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SHARES', 'SELECTOR_METRIC', 'EXPERIENCE_OPERATORS', 'SELECTOR_KEYS', 'SHORT_KEYS', 'apportion', 'mixture_order',
-           'SizeShares', 'WeightShares', 'StageShares', 'BanditShares', 'UcbShares', 'SoftmaxQShares',
+           'SizeShares', 'WeightShares', 'StageShares', 'BanditShares', 'UcbShares', 'SoftmaxQShares', 'make_shares',
            'reward_per_sample', 'task_key', 'PassRateCalculator', 'selection_metrics', 'ExperiencePipeline',
-           'TaggedTask', 'tagged', 'TasksetScheduler', 'same_choice', 'make_shares', 'selector_of', 'read_recipe',
-           'open_entry']
+           'TaggedTask', 'tagged', 'ReadAhead', 'same_choice', 'selector_of', 'read_recipe', 'open_entry',
+           'TasksetScheduler']
 
 # %% ../nbs/03_scheduler.ipynb #6af7147e
 import inspect
@@ -241,6 +241,39 @@ class SoftmaxQShares(BanditShares):
     def state_dict(self):
         return {"q": self.q.copy()}
 
+# %% ../nbs/03_scheduler.ipynb #2e8e362d
+def make_shares(
+    shares: str | Mapping | Sequence[float],  # see TasksetScheduler
+    ids: Sequence,  # names of the tasksets
+    sizes: Sequence[int],  # their sizes
+    seed: int | None,  # of the run
+) -> Any:  # a share policy
+    "The share policy a recipe names; weights may be given by taskset."
+
+    def by_position(weights):
+        if not isinstance(weights, Mapping):
+            return list(weights)
+        for key in weights:
+            if key not in ids:
+                raise ValueError(unknown_name("taskset", key, ids))
+        return [float(weights.get(i, 0)) for i in ids]
+
+    if isinstance(shares, str):
+        return SHARES[shares](sizes, seed)
+    if not isinstance(shares, Mapping) or "kind" not in shares:
+        return SHARES["weights"](sizes, seed, by_position(shares))
+    options = dict(shares)
+    kind = SHARES[options.pop("kind")]
+    if "weights" in options:
+        options["weights"] = by_position(options["weights"])
+    if "stages" in options:
+        options["stages"] = [{**s, "weights": by_position(s["weights"])} for s in options["stages"]]
+    known = list(inspect.signature(kind).parameters)[2:]
+    for key in options:
+        if key not in known:
+            raise ValueError(unknown_name(f"option of shares {shares['kind']!r}", key, known))
+    return kind(sizes, seed, **options)
+
 # %% ../nbs/03_scheduler.ipynb #7ceb53ad
 SELECTOR_METRIC = "selector_metric"
 EXPERIENCE_OPERATORS = Registry("experience operator")
@@ -419,6 +452,116 @@ def tagged(
     return TaggedTask(task, taskset_id, index)
 
 # %% ../nbs/03_scheduler.ipynb #7a9af8bb
+class ReadAhead:
+    "One batch chosen and read before it is asked for."
+
+    def __init__(
+        self,
+        fetch: Callable[[list], list],  # from a choice to its tasks; runs in the thread
+    ):
+        self.fetch, self.ahead, self.spare, self.pool = fetch, None, None, None
+
+    def begin(
+        self,
+        want: int,  # batch size it answers
+        before: Any,  # what to restore if it is withdrawn
+        chosen: list[tuple[int, np.ndarray]],  # taskset and tasks, see TasksetScheduler
+    ) -> None:
+        "Start reading, unless the same tasks were read already."
+        if self.pool is None:
+            self.pool = ThreadPoolExecutor(1, "taskset-reader")
+        self.ahead = (
+            want,
+            before,
+            chosen,
+            self.read_already(chosen) or self.pool.submit(self.fetch, chosen),
+        )
+
+    def read_already(self, chosen) -> Any:
+        "The future of a withdrawn choice of the very same tasks, once."
+        spare, self.spare = self.spare, None
+        return spare[1] if spare and same_choice(spare[0], chosen) else None
+
+    def take(self, want: int) -> list | None:
+        "The batch read ahead, if it answers this batch size."
+        if self.ahead is None or self.ahead[0] != want:
+            return None
+        future, self.ahead = self.ahead[3], None
+        return future.result()
+
+    def withdraw(self) -> Any:
+        "Take the choice back: what to restore, or None if there was no choice."
+        if self.ahead is None:
+            return None
+        _, before, chosen, future = self.ahead
+        self.ahead, self.spare = None, (chosen, future)
+        return before
+
+    def close(self) -> None:
+        "Stop the thread."
+        if self.pool is not None:
+            self.pool.shutdown(wait=True, cancel_futures=True)
+        self.pool = self.spare = None
+
+
+def same_choice(a, b) -> bool:
+    "Whether two choices name the same tasks."
+    return len(a) == len(b) and all(i == j and np.array_equal(x, y) for (i, x), (j, y) in zip(a, b))
+
+# %% ../nbs/03_scheduler.ipynb #1b56b632
+SELECTOR_KEYS = ("selector", "task_selector", "data_selector")
+SHORT_KEYS = ("tasksets", "batch_size", "total_epochs", "total_steps", "seed", "shares", "last_batch", "prefetch", "operators")  # fmt: skip
+
+
+def selector_of(entry: Mapping) -> Any:
+    "The selector of a taskset entry, under any of its names."
+    given = [k for k in SELECTOR_KEYS if k in entry]
+    if len(given) > 1:
+        raise ValueError(f"Taskset {entry.get('name')!r} has several selectors: {given}. Keep one.")
+    return entry[given[0]] if given else None
+
+
+def read_recipe(config: Mapping | str) -> dict[str, Any]:
+    "Arguments of TasksetScheduler from either form of recipe."
+    if isinstance(config, str) or type(config).__module__.startswith("omegaconf"):
+        from omegaconf import OmegaConf
+
+        config = OmegaConf.load(config) if isinstance(config, str) else config
+        config = OmegaConf.to_container(config, resolve=True)
+    config = dict(config)
+    if "buffer" not in config:
+        for key in config:
+            if key not in SHORT_KEYS:
+                raise ValueError(unknown_name("scheduler option", key, SHORT_KEYS))
+        if not config.get("tasksets"):
+            raise ValueError("The recipe has no tasksets.")
+        return {"operators": ["pass_rate_calculator"], **config}
+    buffer = config["buffer"]
+    source = buffer.get("explorer_input") or {}
+    entries = source.get("tasksets") or ([source["taskset"]] if source.get("taskset") else [])
+    if not entries:
+        raise ValueError("The recipe has no buffer.explorer_input.tasksets.")
+    pipeline = (config.get("data_processor") or {}).get("experience_pipeline") or {}
+    options = {k: buffer[k] for k in ("batch_size", "total_epochs", "total_steps") if buffer.get(k)}
+    return {"tasksets": entries, "operators": pipeline.get("operators") or [], **options}
+
+
+def open_entry(
+    entry: Mapping,  # name, path and how to read it
+) -> Any:  # a Taskset
+    "The data of a taskset entry; fields that say nothing about reading are left alone."
+    from grpo_nb.tasks import Taskset
+
+    form = entry.get("format") or {}
+    options = {k: entry[k] for k in ("id", "prompt", "rename", "size", "seed") if k in entry}
+    options.setdefault("id", entry.get("name"))
+    if "prompt_key" in form:
+        options.setdefault("prompt", form["prompt_key"])
+    if form.get("response_key", "answer") != "answer":
+        options.setdefault("rename", {form["response_key"]: "answer"})
+    return Taskset.load(entry["path"], name=entry.get("name"), **options)
+
+# %% ../nbs/03_scheduler.ipynb #e9386c2d
 class TasksetScheduler:
     "Draws batches from several tasksets, routes feedback to their selectors, and resumes exactly."
 
@@ -473,7 +616,7 @@ class TasksetScheduler:
         else:
             self.total_samples = None if total_epochs is None else int(total_epochs * self.places)
         self.adaptive = self.shares.adaptive or any(s.adaptive for s in self.selectors)
-        self.prefetch, self._ahead, self._spare, self._pool = prefetch, None, None, None
+        self.prefetch, self.reader, self._wanted = prefetch, ReadAhead(self._fetch), None
 
     def __repr__(self) -> str:
         rows = [
@@ -527,22 +670,18 @@ class TasksetScheduler:
         want = self.batch_size if batch_size is None else batch_size
         if want < 1:
             raise ValueError(f"batch_size must be at least 1, got {want}.")
-        if self._ahead and self._ahead[0] != want:
+        tasks = self.reader.take(want)
+        if tasks is None:
             self._rewind()
-        if self._ahead:
-            _, _, chosen, future = self._ahead
-            self._ahead = None
-            tasks = future.result()
-        else:
             size = self._size(want)
             if not size:
                 raise StopIteration
             chosen = self._draw(size)
-            tasks = self._reuse(chosen) or self._fetch(chosen)
-        if self.prefetch:
-            self._wanted = want
-            if not self.adaptive:
-                self._begin()
+            future = self.reader.read_already(chosen)
+            tasks = self._fetch(chosen) if future is None else future.result()
+        self._wanted = want
+        if not self.adaptive:
+            self._begin()
         return tasks
 
     def __iter__(self):
@@ -573,7 +712,7 @@ class TasksetScheduler:
                 gains = gains[~np.isnan(gains)]
                 if len(gains):
                     self.shares.update(k, gains)
-        if self.prefetch and self.adaptive and hasattr(self, "_wanted"):
+        if self.adaptive:
             self._begin()
 
     feedback = update
@@ -598,8 +737,7 @@ class TasksetScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         "Everything a bitwise equal continuation needs: JSON scalars and arrays."
-        ahead = self._ahead is not None
-        self._rewind()
+        ahead = self._rewind()
         state = {
             "cursor": self.cursor,
             "tasksets": {str(k): {"id": i, "size": n} for k, (i, n) in enumerate(zip(self.ids, self.sizes))},
@@ -627,37 +765,25 @@ class TasksetScheduler:
         self.shares.load_state_dict(state["shares"])
 
     def _begin(self) -> None:
-        "Choose the next batch and start reading it in the thread."
-        size = self._size(self._wanted)
-        if not size:
-            return
-        before = self.cursor, [s.position() for s in self.selectors]
-        chosen = self._draw(size)
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "taskset-reader")
-        spare = self._spare
-        future = spare[1] if spare and same_choice(spare[0], chosen) else None
-        self._ahead = self._wanted, before, chosen, future or self._pool.submit(self._fetch, chosen)
+        "Choose the next batch and start reading it."
+        size = self._size(self._wanted) if self.prefetch and self._wanted else 0
+        if size:
+            before = self.cursor, [s.position() for s in self.selectors]
+            self.reader.begin(self._wanted, before, self._draw(size))
 
-    def _rewind(self) -> None:
+    def _rewind(self) -> bool:
         "Take back a choice made ahead: feedback came first, or another size is wanted."
-        if self._ahead:
-            _, (self.cursor, positions), chosen, future = self._ahead
+        before = self.reader.withdraw()
+        if before is not None:
+            self.cursor, positions = before
             for s, p in zip(self.selectors, positions):
                 s.seek(p)
-            self._ahead, self._spare = None, (chosen, future)
-
-    def _reuse(self, chosen):
-        "Tasks read ahead for the very same choice."
-        spare, self._spare = self._spare, None
-        return spare[1].result() if spare and same_choice(spare[0], chosen) else None
+        return before is not None
 
     def close(self) -> None:
         "Stop the reading thread."
         self._rewind()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
+        self.reader.close()
 
     @classmethod
     def from_config(
@@ -687,94 +813,3 @@ class TasksetScheduler:
                 stacklevel=2,
             )
         return scheduler
-
-
-def same_choice(a, b) -> bool:
-    "Whether two choices name the same tasks."
-    return len(a) == len(b) and all(i == j and np.array_equal(x, y) for (i, x), (j, y) in zip(a, b))
-
-
-def make_shares(
-    shares: str | Mapping | Sequence[float],  # see TasksetScheduler
-    ids: Sequence,  # names of the tasksets
-    sizes: Sequence[int],  # their sizes
-    seed: int | None,  # of the run
-) -> Any:  # a share policy
-    "The share policy a recipe names; weights may be given by taskset."
-
-    def by_position(weights):
-        if not isinstance(weights, Mapping):
-            return list(weights)
-        for key in weights:
-            if key not in ids:
-                raise ValueError(unknown_name("taskset", key, ids))
-        return [float(weights.get(i, 0)) for i in ids]
-
-    if isinstance(shares, str):
-        return SHARES[shares](sizes, seed)
-    if not isinstance(shares, Mapping) or "kind" not in shares:
-        return SHARES["weights"](sizes, seed, by_position(shares))
-    options = dict(shares)
-    kind = SHARES[options.pop("kind")]
-    if "weights" in options:
-        options["weights"] = by_position(options["weights"])
-    if "stages" in options:
-        options["stages"] = [{**s, "weights": by_position(s["weights"])} for s in options["stages"]]
-    known = list(inspect.signature(kind).parameters)[2:]
-    for key in options:
-        if key not in known:
-            raise ValueError(unknown_name(f"option of shares {shares['kind']!r}", key, known))
-    return kind(sizes, seed, **options)
-
-# %% ../nbs/03_scheduler.ipynb #1b56b632
-SELECTOR_KEYS = ("selector", "task_selector", "data_selector")
-SHORT_KEYS = ("tasksets", "batch_size", "total_epochs", "total_steps", "seed", "shares", "last_batch", "prefetch", "operators")  # fmt: skip
-
-
-def selector_of(entry: Mapping) -> Any:
-    "The selector of a taskset entry, under any of its names."
-    given = [k for k in SELECTOR_KEYS if k in entry]
-    if len(given) > 1:
-        raise ValueError(f"Taskset {entry.get('name')!r} has several selectors: {given}. Keep one.")
-    return entry[given[0]] if given else None
-
-
-def read_recipe(config: Mapping | str) -> dict[str, Any]:
-    "Arguments of TasksetScheduler from either form of recipe."
-    if isinstance(config, str) or type(config).__module__.startswith("omegaconf"):
-        from omegaconf import OmegaConf
-
-        config = OmegaConf.load(config) if isinstance(config, str) else config
-        config = OmegaConf.to_container(config, resolve=True)
-    config = dict(config)
-    if "buffer" not in config:
-        for key in config:
-            if key not in SHORT_KEYS:
-                raise ValueError(unknown_name("scheduler option", key, SHORT_KEYS))
-        if not config.get("tasksets"):
-            raise ValueError("The recipe has no tasksets.")
-        return {"operators": ["pass_rate_calculator"], **config}
-    buffer = config["buffer"]
-    source = buffer.get("explorer_input") or {}
-    entries = source.get("tasksets") or ([source["taskset"]] if source.get("taskset") else [])
-    if not entries:
-        raise ValueError("The recipe has no buffer.explorer_input.tasksets.")
-    pipeline = (config.get("data_processor") or {}).get("experience_pipeline") or {}
-    options = {k: buffer[k] for k in ("batch_size", "total_epochs", "total_steps") if buffer.get(k)}
-    return {"tasksets": entries, "operators": pipeline.get("operators") or [], **options}
-
-
-def open_entry(
-    entry: Mapping,  # name, path and how to read it
-) -> Any:  # a Taskset
-    "The data of a taskset entry; fields that say nothing about reading are left alone."
-    from grpo_nb.tasks import Taskset
-
-    form = entry.get("format") or {}
-    options = {k: entry[k] for k in ("id", "prompt", "rename", "size", "seed") if k in entry}
-    options.setdefault("id", entry.get("name"))
-    if "prompt_key" in form:
-        options.setdefault("prompt", form["prompt_key"])
-    if form.get("response_key", "answer") != "answer":
-        options.setdefault("rename", {form["response_key"]: "answer"})
-    return Taskset.load(entry["path"], name=entry.get("name"), **options)
