@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SELECTORS', 'ESTIMATOR_OPTIONS', 'num_tasks_of', 'column_of', 'TaskSelectorConfig', 'BaseSelector', 'make_selector',
-           'SequentialSelector', 'ShuffleSelector', 'RandomSelector', 'sortable', 'radix_order', 'easy_to_hard',
-           'OfflineEasy2HardSelector', 'PassRates', 'pool_feedback', 'bots_update', 'CapabilityHistory', 'clipped_sum',
-           'VisitedTasks', 'PassRateEstimator', 'AnchorGrid', 'nearest', 'closest_tasks', 'gumbel_top_k',
+           'SequentialSelector', 'ShuffleSelector', 'RandomSelector', 'sortable', 'varying_digits', 'radix_order',
+           'easy_to_hard', 'OfflineEasy2HardSelector', 'PassRates', 'pool_feedback', 'bots_update', 'CapabilityHistory',
+           'clipped_sum', 'VisitedTasks', 'PassRateEstimator', 'AnchorGrid', 'nearest', 'closest_tasks', 'gumbel_top_k',
            'first_distinct', 'sample_near', 'finish_near', 'beta_log_density', 'beta_density_bound', 'all_draws',
            'closest_draws', 'sample_draws', 'EstimatorSelector', 'DifficultyBasedSelector', 'ThompsonSelector',
            'GresoSelector', 'learnability', 'LearnabilitySelector']
@@ -70,7 +70,7 @@ class TaskSelectorConfig:
     "Which selector a taskset uses."
 
     selector_type: str = "sequential"  # a name in SELECTORS, or a dotted path to a class
-    seed: int | None = 42  # of everything random in the selector
+    seed: int = 42  # of everything random in the selector
     feature_keys: list[str] = field(default_factory=list)  # columns of the data source
     kwargs: dict[str, Any] = field(default_factory=dict)  # the selector's own parameters
 
@@ -87,7 +87,7 @@ class TaskSelectorConfig:
         for key in config:
             if key not in known:
                 raise ValueError(unknown_name("selector option", key, known))
-        config = {k: v for k, v in config.items() if v is not None or k == "seed"}
+        config = {k: v for k, v in config.items() if v is not None}
         return cls(**config)
 
 # %% ../nbs/02_selectors.ipynb #1e8b9c53
@@ -99,6 +99,7 @@ class BaseSelector:
 
     adaptive = False  # True if `update` changes what comes next
     distinct = False  # True if one batch cannot hold a task twice
+    options = None  # names that kwargs may hold; None: anything
 
     def __init__(
         self,
@@ -110,18 +111,14 @@ class BaseSelector:
         self.current_index = 0
         if self.num_tasks < 1:
             raise ValueError("A selector needs at least one task; the data source is empty.")
+        for key in self.config.kwargs if self.options is not None else ():
+            if key not in self.options:
+                kind = f"option of selector {self.config.selector_type!r}"
+                raise ValueError(unknown_name(kind, key, self.options))
 
     def option(self, name: str, default=None):
         "One of the config's kwargs."
         return self.config.kwargs.get(name, default)
-
-    def check_options(self, *known: str):
-        "Refuse kwargs that this selector does not have."
-        for key in self.config.kwargs:
-            if key not in known:
-                raise ValueError(
-                    unknown_name(f"option of selector {self.config.selector_type!r}", key, known)
-                )
 
     def pick(self, batch_size: int) -> np.ndarray:
         "The next `batch_size` tasks; must not move the cursor."
@@ -212,8 +209,9 @@ def make_selector(
 class SequentialSelector(BaseSelector):
     "Tasks 0..N-1 in the order of the data, again and again."
 
+    options = ()
+
     def pick(self, batch_size):
-        self.check_options()
         return np.arange(self.current_index, self.current_index + batch_size) % self.num_tasks
 
 # %% ../nbs/02_selectors.ipynb #69bfc4a5
@@ -221,9 +219,10 @@ class SequentialSelector(BaseSelector):
 class ShuffleSelector(BaseSelector):
     "Every task once per epoch, in a new order each epoch."
 
+    options = ("random_method",)
+
     def __init__(self, data_source, config=None):
         super().__init__(data_source, config)
-        self.check_options("random_method")
         self.method = self.option("random_method", "numpy")
         if self.method not in ("numpy", "python"):
             raise ValueError(f"random_method must be 'numpy' or 'python', got {self.method!r}.")
@@ -257,9 +256,9 @@ class RandomSelector(BaseSelector):
     "Independent batches of distinct tasks."
 
     distinct = True
+    options = ("wrap",)
 
     def pick(self, batch_size):
-        self.check_options("wrap")
         rng = np.random.default_rng(self.seed + self.current_index)
         return rng.choice(self.num_tasks, batch_size, replace=False)
 
@@ -269,22 +268,30 @@ def sortable(
     ascending: bool,  # False: the largest first
 ) -> np.ndarray:  # (N,) uint64 whose order is the wanted one
     "Map numbers to unsigned integers of the same order."
-    bits = (np.asarray(values, np.float64) + 0.0).view(np.uint64)  # + 0.0 makes -0.0 equal 0.0
-    top = np.uint64(1 << 63)
-    keys = np.where(bits & top, ~bits, bits | top)
+    bits = (np.asarray(values, np.float64) + 0.0).view(np.int64)  # + 0.0 makes -0.0 equal 0.0
+    keys = (bits ^ (bits >> 63 | np.int64(-(2**63)))).view(
+        np.uint64
+    )  # negative: all bits, else the sign
     return keys if ascending else ~keys
+
+
+def varying_digits(
+    key: np.ndarray,  # (N,) uint64
+) -> list[int]:  # shifts of those of its four 16-bit digits that are not all equal
+    "Which digits of a key matter for its order."
+    differ = int(np.bitwise_or.reduce(key ^ key[0])) if len(key) else 0
+    return [shift for shift in (0, 16, 32, 48) if differ >> shift & 0xFFFF]
 
 
 def radix_order(
     keys: Sequence[np.ndarray],  # (N,) uint64 each, the most significant first
-) -> np.ndarray:  # (N,) positions in sorted order; ties stay in place
-    "Stable order by several integer keys; digits that never vary cost one look."
-    order = np.arange(len(keys[0]))
+    order: np.ndarray,  # (N,) positions to begin with; ties keep this order
+) -> np.ndarray:  # (N,) positions in sorted order
+    "Stable order by several integer keys: one linear pass per digit that varies."
     for key in reversed(keys):
-        for shift in (0, 16, 32, 48):
+        for shift in varying_digits(key):
             digit = (key >> np.uint64(shift)).astype(np.uint16)
-            if len(digit) and (digit != digit[0]).any():
-                order = order[np.argsort(digit[order], kind="stable")]
+            order = order[np.argsort(digit[order], kind="stable")]
     return order
 
 # %% ../nbs/02_selectors.ipynb #84d88f98
@@ -305,8 +312,12 @@ def easy_to_hard(
                 f"Feature column {i} holds NaN, which has no place in an order. Fill it first."
             )
     n = len(columns[0])
-    first = columns[0] if up[0] else -np.asarray(columns[0], np.float64)
-    order = np.argsort(first).astype(np.int32 if n < 2**31 else np.int64)
+    backwards = np.arange(n - 1, -1, -1, dtype=np.int32 if n < 2**31 else np.int64)
+    first = np.asarray(columns[0], np.float64) + 0.0
+    if len(varying_digits(first.view(np.uint64))) <= 2:  # few values: linear passes are fastest
+        return radix_order([sortable(c, u) for c, u in zip(columns, up)], backwards)
+    first = first if up[0] else np.negative(first, out=first)
+    order = np.argsort(first).astype(backwards.dtype)
     values = first[order]
     same = values[1:] == values[:-1]
     if not same.any():
@@ -314,8 +325,9 @@ def easy_to_hard(
     tied = np.flatnonzero(np.r_[same, False] | np.r_[False, same])
     run = np.cumsum(np.r_[True, ~same])[tied].astype(np.uint64)
     members = order[tied]
-    keys = [run] + [sortable(c[members], u) for c, u in zip(columns[1:], up[1:])]
-    order[tied] = members[radix_order([*keys, np.uint64(n) - members.astype(np.uint64)])]
+    keys = [run, *(sortable(c[members], u) for c, u in zip(columns[1:], up[1:]))]
+    keys.append(np.uint64(n) - members.astype(np.uint64))
+    order[tied] = members[radix_order(keys, np.arange(len(tied)))]
     return order
 
 # %% ../nbs/02_selectors.ipynb #19dff94c
@@ -323,9 +335,10 @@ def easy_to_hard(
 class OfflineEasy2HardSelector(BaseSelector):
     "Once through the tasks from the easiest to the hardest, then again."
 
+    options = ("ascending",)
+
     def __init__(self, data_source, config=None):
         super().__init__(data_source, config)
-        self.check_options("ascending")
         if not self.config.feature_keys:
             raise ValueError(
                 "offline_easy2hard needs feature_keys: the columns that order the tasks."
@@ -1033,13 +1046,11 @@ class EstimatorSelector(BaseSelector):
 class DifficultyBasedSelector(EstimatorSelector):
     "Tasks whose estimated pass rate is near a target (BOTS, arXiv 2510.26374)."
 
+    options = (*ESTIMATOR_OPTIONS, "target_reward", "tau", "do_sample", "method", "wrap")
     methods = ("auto", "dense", "sparse", "parity")
 
     def __init__(self, data_source, config=None):
         super().__init__(data_source, config)
-        self.check_options(
-            *ESTIMATOR_OPTIONS, "target_reward", "tau", "do_sample", "method", "wrap"
-        )
         self.target, self.tau = self.option("target_reward", 1.0), self.option("tau", 1.0)
         self.do_sample, self.method = self.option("do_sample", False), self.option("method", "auto")
         if not self.config.feature_keys:
@@ -1123,9 +1134,10 @@ class DifficultyBasedSelector(EstimatorSelector):
 class ThompsonSelector(EstimatorSelector):
     "Thompson sampling over a random pool of candidates (MoPPS, arXiv 2507.04632)."
 
+    options = (*ESTIMATOR_OPTIONS, "target", "pool", "mode", "band", "wrap")
+
     def __init__(self, data_source, config=None):
         super().__init__(data_source, config)
-        self.check_options(*ESTIMATOR_OPTIONS, "target", "pool", "mode", "band", "wrap")
         self.target, self.pool = self.option("target", 0.5), self.option("pool", 16)
         self.mode, self.band = self.option("mode", "target"), self.option("band", (0.3, 0.7))
         if self.mode not in ("target", "threshold") or self.pool is not None and self.pool < 1:
@@ -1156,12 +1168,10 @@ class GresoSelector(BaseSelector):
     "Shuffled epochs that skip what taught nothing recently (GRESO, arXiv 2506.02177)."
 
     adaptive = True
+    options = ("easy_above", "hard_below", "share", "step", "floor", "outside", "random_method")
 
     def __init__(self, data_source, config=None):
         super().__init__(data_source, config)
-        self.check_options(
-            "easy_above", "hard_below", "share", "step", "floor", "outside", "random_method"
-        )
         self.easy_above, self.hard_below = (
             self.option("easy_above", 0.98),
             self.option("hard_below", 0.11),
@@ -1272,6 +1282,8 @@ def learnability(
 class LearnabilitySelector(ThompsonSelector):
     "Tasks in proportion to what they are expected to teach."
 
+    options = (*ESTIMATOR_OPTIONS, "pool", "wrap", "tau", "score", "band")
+
     def __init__(self, data_source, config=None):
         super().__init__(data_source, config)
         self.tau, self.score = self.option("tau", 1.0), self.option("score", "variance")
@@ -1279,9 +1291,6 @@ class LearnabilitySelector(ThompsonSelector):
         learnability(np.ones(1), np.ones(1), self.score)
         if self.tau < 0:
             raise ValueError(f"tau must not be negative, got {self.tau}.")
-
-    def check_options(self, *known):
-        super().check_options(*ESTIMATOR_OPTIONS, "pool", "wrap", "tau", "score", "band")
 
     def pick(self, batch_size):
         rng = self.generator("learnability")

@@ -191,7 +191,7 @@ def main():
     ap.add_argument("--calls", type=int, default=12)
     ap.add_argument("--batch", type=int, default=512)
     ap.add_argument("--threads", type=int, default=2)
-    ap.add_argument("--slow_once", type=int, default=3_000_000, help="above this size the peer's offline_easy2hard is built in the first round only")  # fmt: skip
+    ap.add_argument("--slow_once", type=int, default=500_000, help="above this size the peer's offline_easy2hard is built in the first round only")  # fmt: skip
     ap.add_argument("--out", type=Path, default=ROOT / "tests/bench/results/selectors.md")
     ap.add_argument("--job", default=None, help=argparse.SUPPRESS)
     a = ap.parse_args()
