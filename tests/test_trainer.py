@@ -1,0 +1,206 @@
+"The training loop on the embedded model: rewards that fail, interrupts, recipes, groups."
+
+import math
+import os
+import signal
+import threading
+import time
+import warnings
+
+import psutil
+import pytest
+import torch
+
+from grpo_nb.core import seeded
+from grpo_nb.policies.tokens import TokenPolicy
+from grpo_nb.rewards import RewardRunner, exact_answer
+from grpo_nb.tasks import Taskset, data_path, overlap
+from grpo_nb.tracking import Run
+from grpo_nb.trainer import GRPO, GRPOConfig, TaskStream, load_config
+
+RIGHT = exact_answer(extract="marker", marker="</think>")
+
+
+def make(*over, rewards=None, tasks=None, **kw):
+    config = load_config(
+        None, ["train_batch_size=6", "num_generations=4", "run.progress=false", *over]
+    )
+    policy = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=10)
+    tasks = Taskset.load(data_path("tasks/middle_train.jsonl")) if tasks is None else tasks
+    return GRPO(policy, tasks, {"right": RIGHT} if rewards is None else rewards, config, **kw)
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
+
+
+def test_hanging_crashing_and_silent_rewards_do_not_stop_training():
+    def hangs(completion, prompt, **columns):
+        if "7" in prompt:
+            time.sleep(600)
+        return float(len(completion))
+
+    def crashes(completion, **columns):
+        if completion.endswith("1"):
+            os._exit(3)
+        return 1.0
+
+    def silent(completion, **columns):
+        return None
+
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    with RewardRunner(
+        {"right": RIGHT, "hangs": hangs, "crashes": crashes, "silent": silent},
+        workers=2,
+        timeout_s=0.5,
+        on_error="skip",
+        max_error_share=1.0,
+        chunk_size=1,
+    ) as runner:
+        trainer = make("steps=2", "train_batch_size=3", rewards=runner)
+        start = weights(trainer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit()
+        rows = trainer.history
+    assert len(rows) == 2 and not torch.equal(weights(trainer), start)
+    for row in rows:
+        count = {
+            k: sum(row[f"reward/{k}/{o}"] for o in ("n_ok", "n_none", "n_error", "n_timeout"))
+            for k in runner.components
+        }
+        assert set(count.values()) == {12}
+        assert row["reward/right/n_ok"] == 12 and row["reward/silent/n_none"] == 12
+        assert math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
+    total = {k: sum(r[k] for r in rows) for k in rows[0] if k.startswith("reward/")}
+    assert total["reward/hangs/n_timeout"] > 0 and total["reward/crashes/n_error"] > 0
+    time.sleep(0.5)
+    left = {p.pid for p in psutil.Process().children(recursive=True)} - before
+    assert not left
+
+
+def test_zero_learning_rate_changes_nothing():
+    trainer = make("steps=2", "optimizer.lr=0.0", "update.num_epochs=3", "update.minibatch_size=12")
+    start = weights(trainer)
+    trainer.fit()
+    assert torch.equal(weights(trainer), start)
+    for row in trainer.history:
+        assert abs(row["ratio/min"] - 1) < 1e-4 and abs(row["ratio/max"] - 1) < 1e-4
+        assert row["clip_ratio/region_mean"] == 0 and row["updates_per_rollout"] == 6
+
+
+def test_several_epochs_move_the_ratio_and_the_stop_keeps_the_first_update():
+    row = make("steps=1", "optimizer.lr=1e-3", "optimizer.warmup=0").step(num_epochs=4)
+    assert row["updates_per_rollout"] == 4 and row["ratio/max"] > 1.01
+    row = make("steps=1", "optimizer.lr=1e-3", "optimizer.warmup=0").step(
+        num_epochs=4, kl_threshold=1e-6
+    )
+    assert row["updates_per_rollout"] == 1 and row["upd/stopped"] == 1
+
+
+def test_skipping_zero_advantages_trains_the_same_policy():
+    both = []
+    for skip in ("true", "false"):
+        t = make("steps=2", f"update.skip_zero_advantage={skip}")
+        t.optimizer = torch.optim.SGD(
+            t.policy.parameters(), 0.1
+        )  # Adam would blow rounding up where gradients vanish
+        both.append(weights(t.fit()))
+    torch.testing.assert_close(*both, atol=1e-5, rtol=1e-4)
+
+
+def test_interleaved_groups_give_the_same_update():
+    trainer, other = make(), make()
+    rollout = trainer.collect()
+    other.collect()
+    order = torch.randperm(len(rollout), generator=seeded(0, "order"))
+    assert not torch.equal(rollout.group_N[order], rollout.group_N)
+    a, _ = trainer.advantages(rollout)
+    b, _ = other.advantages(rollout[order])
+    torch.testing.assert_close(a[order], b, atol=1e-6, rtol=1e-5)
+    for t, r in ((trainer, rollout), (other, rollout[order])):
+        t.optimizer = torch.optim.SGD(t.policy.parameters(), 0.1)
+        t.step(r)
+    torch.testing.assert_close(weights(trainer), weights(other), atol=1e-5, rtol=1e-4)
+
+
+def test_a_group_is_one_draw_of_one_task():
+    tasks = Taskset.load(data_path("tasks/middle_train.jsonl"))[:3]
+    rollout = make(tasks=tasks).collect(
+        TaskStream(tasks).read(7)
+    )  # the same task more than once in a batch
+    assert rollout.num_groups == 7
+    for g in range(7):
+        members = [t for t, i in zip(rollout.tasks, rollout.group_N.tolist()) if i == g]
+        assert len(members) == 4 and len({t.prompt for t in members}) == 1
+
+
+def test_kl_to_the_reference_is_in_loss_and_log():
+    trainer = make("steps=2", "update.loss.kl_coef=0.1", "optimizer.lr=1e-3", "optimizer.warmup=0")
+    trainer.fit()
+    first, second = trainer.history
+    assert first["kl"] == pytest.approx(0, abs=1e-7) and second["kl"] > 0
+
+
+def test_an_interrupt_finishes_the_step_and_fit_goes_on(capsys):
+    trainer = make("steps=6")
+    done = []
+    trainer.callbacks.append(
+        lambda t, row: (
+            (done.append(1), os.kill(os.getpid(), signal.SIGINT)) if len(done) == 0 else None
+        )
+    )
+    trainer.fit()
+    assert trainer.step_done == 1 and "fit() goes on" in capsys.readouterr().out
+    trainer.callbacks.clear()
+    assert trainer.fit().step_done == 6
+    plain = make("steps=6").fit()
+    assert torch.equal(weights(trainer), weights(plain))  # as if it had never been stopped
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler or callable(
+        signal.getsignal(signal.SIGINT)
+    )
+
+
+def test_fit_works_off_the_main_thread():
+    trainer = make("steps=1")
+    t = threading.Thread(target=trainer.fit)
+    t.start()
+    t.join()
+    assert trainer.step_done == 1
+
+
+def test_time_limit_stops_training_and_is_recorded(tmp_path):
+    trainer = make("steps=1000", "max_seconds=0.01", f"run.dir={tmp_path / 'run'}")
+    trainer.fit()
+    trainer.close()
+    assert trainer.step_done == 1 and len(Run.open(tmp_path / "run").frame()) == 1
+
+
+def test_a_second_run_never_overwrites_the_first(tmp_path):
+    for _ in range(2):
+        t = make("steps=1", f"run.dir={tmp_path / 'run'}").fit()
+        t.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "run-2"]
+    with pytest.raises(FileExistsError, match="holds a run"):
+        make("steps=1", f"run.dir={tmp_path / 'run'}", "run.if_exists=raise").fit()
+
+
+def test_held_out_tasks_are_held_out():
+    load = lambda name: Taskset.load(data_path(f"tasks/{name}.jsonl"))
+    for level in ("easy", "middle", "hard", "words"):
+        assert len(overlap(load(f"{level}_train"), load(f"{level}_eval"))) == 0
+
+
+def test_evaluation_leaves_training_alone():
+    a, b = make("steps=3"), make("steps=3")
+    a.fit(1)
+    a.evaluate(Taskset.load(data_path("tasks/middle_eval.jsonl")), samples=2)
+    a.fit()
+    assert torch.equal(weights(a), weights(b.fit()))
+
+
+def test_every_shipped_recipe_is_valid():
+    recipes = sorted(data_path("recipes").glob("*.yaml"))
+    assert len(recipes) >= 2
+    for recipe in recipes:
+        assert isinstance(load_config(recipe), GRPOConfig)
