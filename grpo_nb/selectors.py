@@ -7,9 +7,9 @@ __all__ = ['SELECTORS', 'ESTIMATOR_OPTIONS', 'num_tasks_of', 'column_of', 'TaskS
            'SequentialSelector', 'ShuffleSelector', 'RandomSelector', 'sortable', 'varying_digits', 'radix_order',
            'easy_to_hard', 'OfflineEasy2HardSelector', 'PassRates', 'pool_feedback', 'bots_update', 'CapabilityHistory',
            'clipped_sum', 'VisitedTasks', 'PassRateEstimator', 'AnchorGrid', 'nearest', 'closest_tasks', 'gumbel_top_k',
-           'first_distinct', 'sample_near', 'finish_near', 'beta_log_density', 'beta_density_bound', 'all_draws',
-           'closest_draws', 'sample_draws', 'EstimatorSelector', 'DifficultyBasedSelector', 'ThompsonSelector',
-           'GresoSelector', 'learnability', 'LearnabilitySelector']
+           'first_distinct', 'sample_near', 'finish_near', 'log_gamma', 'beta_log_density', 'beta_density_bound',
+           'all_draws', 'closest_draws', 'sample_draws', 'EstimatorSelector', 'DifficultyBasedSelector',
+           'ThompsonSelector', 'GresoSelector', 'learnability', 'LearnabilitySelector']
 
 # %% ../nbs/02_selectors.ipynb #6dcc1d93
 import importlib
@@ -884,16 +884,28 @@ def finish_near(
     return np.r_[chosen, gumbel_top_k(logits, est.num_tasks, k - len(chosen), rng)]
 
 # %% ../nbs/02_selectors.ipynb #b3ac4c89
+def log_gamma(
+    x: np.ndarray,  # (n,) at least 1
+) -> np.ndarray:
+    "Logarithm of the gamma function: Stirling's series after eight steps of the recurrence."
+    z, product = x + 8.0, x.copy()
+    for i in range(1, 8):
+        product *= x + i
+    w = 1 / z
+    q = w * w
+    series = w * (1 / 12 - q * (1 / 360 - q * (1 / 1260 - q * (1 / 1680 - q / 1188))))
+    return (z - 0.5) * np.log(z) - z + 0.5 * math.log(2 * math.pi) + series - np.log(product)
+
+
 def beta_log_density(
     x: np.ndarray,  # (n,) in [0, 1]
     alpha: np.ndarray,  # (n,)
     beta: np.ndarray,  # (n,)
 ) -> np.ndarray:
     "Log-density of Beta distributions."
-    lgamma = lambda v: torch.lgamma(torch.from_numpy(np.ascontiguousarray(v))).numpy()
     x = np.clip(x, 1e-300, 1 - 1e-16)
     shape = (alpha - 1) * np.log(x) + (beta - 1) * np.log1p(-x)
-    return shape + lgamma(alpha + beta) - lgamma(alpha) - lgamma(beta)
+    return shape + log_gamma(alpha + beta) - log_gamma(alpha) - log_gamma(beta)
 
 
 def beta_density_bound(
