@@ -7,6 +7,8 @@ THREADS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export WANDB_MODE ?= offline
 export TOKENIZERS_PARALLELISM = false
+# threads that wait sleep soon instead of spinning: much faster where cores are shared
+export GOMP_SPINCOUNT ?= 20000
 # the checkout comes first, so that the tools see these sources and no other installation
 export PYTHONPATH := $(CURDIR)
 export PATH := $(abspath $(BIN)):$(PATH)
