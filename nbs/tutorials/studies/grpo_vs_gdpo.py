@@ -5,8 +5,10 @@
 
 Every finished run is written at once; the same command again does what is missing. First each arm (advantage mode x scale
 of the short reward) tries its learning rates, scored on a development set: all of them on the first tuning seed, the better
-half on the second. Then it runs with the winner on the reported seeds, scored on held-out problems. Arms with the same seed
-start from the same weights, see the same tasks and draw from the same random numbers.
+half on the second. Then it runs with the winner on the reported seeds, scored on held-out problems. Arms with the
+same seed start from the same weights, see the same tasks and draw from the same random numbers. Under GDPO the scale does
+not reach the advantages, so it is tuned at one scale and repeats the other on one seed only, as a check; the runs saved go to
+a control: GRPO at the mismatched scale with the learning rate of GDPO.
 What this leaves out: tuning of anything but the learning rate, other models, longer training.
 """
 
@@ -122,7 +124,7 @@ def one_run(job, settings=SETTINGS):
         trainer.fit()
     split = settings["tuned_on" if phase == "tune" else "reported_on"]
     out = job | evaluate(trainer, split, scale, settings["samples"])
-    if phase == "report":
+    if phase in ("report", "control"):
         out["curve"] = curve(trainer, scale)
         out["samples trained on"] = trainer.counters.row()["n_rollouts_generated"]
     return out | {"cpu_seconds": round(time.process_time() - start, 1)}
@@ -158,7 +160,10 @@ def jobs(runs, settings=SETTINGS):
     out += [("tune", *arm, *at) for arm, (plan, _) in races.items() for at in plan]
     if all(winner for _, winner in races.values()):
         chosen = {arm: races[tuned_at(*arm, s)][1] for arm in arms}
-        out += [("report", *arm, chosen[arm], seed) for seed in s["seeds"] for arm in arms]
+        for seed in s["seeds"]:
+            own = [arm for arm in arms if arm in races or seed == s["seeds"][0]]
+            out += [("report", *arm, chosen[arm], seed) for arm in own]
+            out += [("control", "grpo", s["scales"][-1], chosen["gdpo", s["scales"][0]], seed)]
     return [dict(zip(made, job)) for job in out]
 
 
