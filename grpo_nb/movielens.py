@@ -6,7 +6,8 @@
 __all__ = ['GENRES', 'FIRST', 'SECOND', 'RECBOLE', 'ARTICLE', 'GENRE_RISK', 'LIKED', 'RECOMMEND', 'Film', 'Movies',
            'generated_movies', 'find_ml100k', 'natural_title', 'read_ml100k', 'most_rated', 'load_movies',
            'genre_risks', 'film_tokenizer', 'prompt_text', 'split_users', 'task_rows', 'WarmStart', 'film_model',
-           'liked_lists', 'warm_start', 'judge', 'popular_lists', 'build_task', 'MovieTask', 'load_task']
+           'liked_lists', 'warm_start', 'RankingPolicy', 'judge', 'popular_lists', 'build_task', 'MovieTask',
+           'load_task']
 
 # %% ../nbs/07a_movielens.ipynb #f43d6793
 import csv
@@ -425,6 +426,32 @@ def warm_start(
         losses.append(loss.item())
     model.eval()
     return losses
+
+# %% ../nbs/07a_movielens.ipynb #a8aee516
+class RankingPolicy(TokenPolicy):
+    "A token policy whose rollouts carry the rank of each token in `states['item']`."
+
+    def __init__(
+        self,
+        model,  # a transformers causal LM
+        tokenizer,  # its tokenizer
+        parser: ListParser,  # shared with the rewards
+        **options,  # of TokenPolicy
+    ):
+        super().__init__(model, tokenizer, **options)
+        self.parser = parser
+
+    def sample(
+        self,
+        tasks: list,  # P tasks with a `prompt`; a column `seen` is known to the parser
+        num_generations: int,  # G
+        generator: torch.Generator,  # the only source of randomness
+        greedy: bool = False,  # take the likeliest token instead
+    ) -> Rollout:  # N = P * G lists; states["item"] (N, S) int64 rank index, -1 = no rank
+        "Draw G lists of each task."
+        rollout = super().sample(tasks, num_generations, generator, greedy)
+        item_NS = parse_rollout(rollout, self.tokenizer, self.parser).item_NS
+        return rollout.replace(states=rollout.states | {"item": item_NS})
 
 # %% ../nbs/07a_movielens.ipynb #627cfe7f
 def judge(

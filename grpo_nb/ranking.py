@@ -388,12 +388,12 @@ def shared_width(
 
 # %% ../nbs/07_ranking.ipynb #842d62aa
 def parse_rollout(
-    rollout: Rollout,  # of a token policy: completion ids in states["completion"]
+    rollout: Rollout,  # of a token policy: token ids in states["completion_ids"]
     tokenizer,  # the policy's
     parser: ListParser,  # the rules that the rewards share
 ) -> ParsedLists:
     "The parsed lists of a rollout, as wide as its mask."
-    ids_NS, length = rollout.states["completion"].tolist(), rollout.mask_NS.sum(1).tolist()
+    ids_NS, length = rollout.states["completion_ids"].tolist(), rollout.mask_NS.sum(1).tolist()
     width = rollout.mask_NS.shape[1]
     lists = [
         parser(token_pieces(tokenizer, ids[:n]) + [None] * (width - n), task.get("seen") or ())

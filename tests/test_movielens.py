@@ -1,5 +1,8 @@
 "The film ranking task: reader, generated stand-in, tokenizer, and the built folder."
 
+import copy
+import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +12,21 @@ import pytest
 import torch
 
 from grpo_nb import movielens as ml
-from grpo_nb.core import seeded
+from grpo_nb.advantages import AdvantageConfig, compute_advantages, spread_to_tokens
+from grpo_nb.core import concat, seeded
+from grpo_nb.losses import LossConfig
 from grpo_nb.policies.tokens import TokenPolicy
-from grpo_nb.ranking import SafetyOracle, normalise_title, parse_rollout, read_item
+from grpo_nb.ranking import (
+    SafetyOracle,
+    make_relevance_reward,
+    make_safe_reward,
+    make_safety_reward,
+    normalise_title,
+    parse_rollout,
+    read_item,
+)
+from grpo_nb.trainer import GRPO, GRPOConfig, OptimizerConfig
+from grpo_nb.update import UpdateConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_wheel = pytest.mark.skipif(
@@ -21,10 +36,15 @@ needs_wheel = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("films")
     config = ml.WarmStart(hidden=48, layers=1, steps=80, batch=32, lr=5e-3)
     ml.build_task(folder, ml.load_movies(100, "generated"), config, eval_generations=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def task(folder):
     return ml.load_task(folder)
 
 
@@ -80,6 +100,111 @@ def test_answers_are_real_lines_with_three_tokens_each(task):
     same = [task.parser(text, t["seen"]) for text, t in zip(rollout.outputs, rollout.tasks)]
     facts = lambda lists: [[(i.title, i.year, i.status) for i in x.items] for x in lists]
     assert facts(same) == facts(batch.lists)
+
+
+def rank_rewards(task):
+    return {
+        "relevance": make_relevance_reward(task.parser, "exp_inf"),
+        "safety": make_safety_reward(task.parser, task.oracle),
+    }
+
+
+def ranking_trainer(task, mode, rewards, **update):
+    model = copy.deepcopy(task.model)
+    policy = ml.RankingPolicy(model, task.tokenizer, task.parser, max_new_tokens=28)
+    loss = LossConfig(level="item", aggregation="seq_mean_item_mean")
+    config = GRPOConfig(
+        steps=1,
+        train_batch_size=4,
+        num_generations=4,
+        advantage=AdvantageConfig(mode=mode),
+        update=UpdateConfig(loss=loss, **update),
+        optimizer=OptimizerConfig(lr=1e-3, warmup=0),
+    )
+    return GRPO(policy, task.train, rewards, config, task.eval[:4])
+
+
+def test_rank_advantages_land_on_the_tokens_of_their_item(task):
+    trainer = ranking_trainer(task, "gdpo", rank_rewards(task))
+    rollout = trainer.collect()
+    values_NS, _ = trainer.advantages(rollout)
+    item_NS = rollout.states["item"]
+    direct = compute_advantages(
+        rollout.rewards, rollout.group_N, rollout.reward_names, trainer.config.advantage
+    ).values
+    assert values_NS.shape == rollout.mask_NS.shape and direct.shape == (16, 8)
+    for k in range(8):
+        here = item_NS == k
+        assert torch.equal(values_NS[here], direct[:, k : k + 1].expand_as(item_NS)[here])
+    assert (values_NS[item_NS < 0] == 0).all() and (item_NS[~rollout.mask_NS] == -1).all()
+    parsed = parse_rollout(rollout, task.tokenizer, task.parser)
+    read = torch.tensor([not x.parse_error for x in parsed.lists])
+    has_reward_NK = ~torch.isnan(rollout.rewards_NRK).any(1)
+    assert torch.equal(parsed.exists_NK[read], has_reward_NK[read]) and read.sum() > 8
+
+
+@pytest.mark.parametrize("mode", ["grpo", "gdpo"])
+def test_a_ranking_policy_trains_and_is_evaluated(task, mode):
+    safe = {"safe": make_safe_reward(task.parser, task.oracle, "exp_inf")}
+    rewards = safe if mode == "grpo" else rank_rewards(task)
+    trainer = ranking_trainer(task, mode, rewards, num_epochs=2, minibatch_size=8, micro_tokens=60)
+    before = torch.cat([p.detach().flatten().clone() for p in trainer.policy.parameters()])
+    row = trainer.step()
+    after = torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
+    assert row["optimizer_steps"] == 4 and row["grad_norm"] > 0 and not torch.equal(before, after)
+    assert row["ratio/min"] < 1 < row["ratio/max"]  # the second epoch is off-policy
+    scores = trainer.evaluate(samples=2)
+    assert set(scores.values) == {"greedy", "sampled"}
+    assert all(np.isfinite(v).all() for v in scores.values.values())
+
+
+def test_micro_batches_of_lists_give_the_gradient_of_the_whole(task):
+    grads = []
+    for micro_tokens in (None, 60):
+        trainer = ranking_trainer(task, "gdpo", rank_rewards(task), micro_tokens=micro_tokens)
+        trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 1e-3)
+        start = [p.detach().clone() for p in trainer.policy.parameters()]
+        trainer.step()
+        moved = [a.detach() - b for a, b in zip(trainer.policy.parameters(), start)]
+        grads.append(torch.cat([g.flatten() for g in moved]))
+    assert grads[0].abs().max() > 0
+    torch.testing.assert_close(*grads, atol=1e-7, rtol=1e-3)
+
+
+def test_padding_of_the_item_index_is_never_read(task):
+    policy = ml.RankingPolicy(task.model, task.tokenizer, task.parser, max_new_tokens=28)
+    wide = policy.sample(task.eval[:2], 2, seeded(0, "wide"))
+    policy.max_new_tokens = 7
+    both = concat([policy.sample(task.eval[:2], 2, seeded(0, "narrow")), wide])
+    item_NS, adv_NK = both.states["item"], torch.ones(8, 8)
+    assert (item_NS[:4][~both.mask_NS[:4]] == 0).any()  # padded with a rank
+    on_tokens = spread_to_tokens(adv_NK, both.mask_NS, item_NS)
+    assert torch.equal(on_tokens > 0, (item_NS >= 0) & both.mask_NS)
+
+
+def test_the_study_resumes_where_it_stopped(task, folder, tmp_path):
+    sys.path.insert(0, str(ROOT / "nbs" / "tutorials" / "studies"))
+    import safe_ranking as study
+
+    s = study.Settings(
+        steps=1, prompts=2, generations=2, rates=(1e-3, 3e-3), tune_seeds=(100,), seeds=(0,),
+        validation=20, samples=1, evaluations=1,
+    )  # fmt: skip
+    path, names = tmp_path / "results.json", ["GRPO", "GDPO", "no safety"]
+    study.study(folder, s, path, 0.0, names)  # no time at all: only what needs no training
+    first = json.loads(path.read_text())
+    assert [r["kind"] for r in first["runs"]] == ["start"] and first["chosen"] == {}
+    study.study(folder, s, path, float("inf"), names)
+    second = json.loads(path.read_text())
+    assert [r["kind"] for r in second["runs"]] == ["start"] + ["tune"] * 4 + ["test"] * 3
+    assert second["chosen"]["no safety"] == second["chosen"]["GRPO"]
+    assert second["baselines"]["popular, safe only"]["svr@8"] == 0
+    study.study(folder, s, path, float("inf"), names)
+    assert json.loads(path.read_text()) == second
+    text = path.read_text()
+    assert not [t for t in task.oracle.risks if t[0] in text.casefold()]  # numbers, no titles
+    with pytest.raises(ValueError, match="other settings"):
+        study.study(folder, dataclasses.replace(s, penalty=9.0), path, 0.0, names)
 
 
 def test_the_base_model_leaves_room_on_both_sides(task):
