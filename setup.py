@@ -8,7 +8,9 @@ from setuptools import find_packages, setup
 cfg = ConfigParser(delimiters=["="], interpolation=None)
 cfg.read("settings.ini", encoding="utf-8")
 cfg = cfg["DEFAULT"]
-extras = {k.removesuffix("_requirements"): cfg[k].split() for k in cfg if k.endswith("_requirements")}
+extras = {
+    k.removesuffix("_requirements"): cfg[k].split() for k in cfg if k.endswith("_requirements")
+}
 
 setup(
     name=cfg["lib_name"],
