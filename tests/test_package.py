@@ -58,7 +58,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path):
         "Requires-Dist: torch" in text and "License" in text and "Requires-Python: >=3.11" in text
     )
     assert (
-        "grpo-nb=grpo_nb.cli:main"
+        "grpo-nb = grpo_nb.cli:main"
         in zipfile.ZipFile(wheel).read(meta.replace("METADATA", "entry_points.txt")).decode()
     )
 

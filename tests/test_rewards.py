@@ -73,15 +73,18 @@ def counts(runner, name):
     return [m[f"reward/{name}/n_{o}"] for o in ("ok", "none", "error", "timeout", "nonfinite")]
 
 
+OTHERS = set()  # processes of earlier tests, e.g. the resource tracker of multiprocessing
+
+
 def children():
-    return psutil.Process().children(recursive=True)
+    return [p for p in psutil.Process().children(recursive=True) if p.pid not in OTHERS]
 
 
 @pytest.fixture(autouse=True)
 def no_process_left():
-    before = {p.pid for p in children()}
+    OTHERS.update(p.pid for p in children())
     yield
-    assert [p for p in children() if p.pid not in before] == []
+    assert children() == []
 
 
 # functions of trouble, closures so that workers get them by value and need not import this module
