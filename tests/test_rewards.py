@@ -134,7 +134,7 @@ def test_hanging_crashing_and_silent_functions_in_one_run():
         **QUIET,
     ) as runner:
         scored = runner(batch(TEXTS))
-        assert len(children()) == 2
+        assert 1 <= len(children()) <= 2  # a lost worker is replaced when there is work for it
     want = torch.ones(8, 5)
     want[[1, 3, 4, 5], [0, 1, 2, 3]] = nan
     assert values(scored.rewards_NR) == values(want)
