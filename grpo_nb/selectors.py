@@ -311,23 +311,27 @@ def easy_to_hard(
             raise ValueError(
                 f"Feature column {i} holds NaN, which has no place in an order. Fill it first."
             )
-    n = len(columns[0])
-    backwards = np.arange(n - 1, -1, -1, dtype=np.int32 if n < 2**31 else np.int64)
-    first = np.asarray(columns[0], np.float64) + 0.0
-    if len(varying_digits(first.view(np.uint64))) <= 2:  # few values: linear passes are fastest
+    n, first = len(columns[0]), np.asarray(columns[0], np.float64) + 0.0
+    kind = np.int32 if n < 2**31 else np.int64
+    with np.errstate(divide="ignore", over="ignore"):
+        scale = np.float64(2**32 - 1) / (first.max() - first.min())
+    few = len(varying_digits(first.view(np.uint64))) <= 2
+    if few or not 0 < scale < np.inf or n >= 2**32:
+        backwards = np.arange(n - 1, -1, -1, dtype=kind)
         return radix_order([sortable(c, u) for c, u in zip(columns, up)], backwards)
-    first = first if up[0] else np.negative(first, out=first)
-    order = np.argsort(first).astype(backwards.dtype)
-    values = first[order]
-    same = values[1:] == values[:-1]
+    packed = ((first - first.min()) * scale).astype(np.uint64)  # 32 bits of the value
+    packed = (packed if up[0] else np.uint64(2**32 - 1) - packed) << np.uint64(32)
+    packed |= np.arange(n - 1, -1, -1, dtype=np.uint64)  # and 32 of the index
+    packed.sort()
+    order = (n - 1 - (packed & np.uint64(2**32 - 1)).astype(np.int64)).astype(kind)
+    packed >>= np.uint64(32)
+    same = packed[1:] == packed[:-1]
     if not same.any():
         return order
-    tied = np.flatnonzero(np.r_[same, False] | np.r_[False, same])
-    run = np.cumsum(np.r_[True, ~same])[tied].astype(np.uint64)
-    members = order[tied]
-    keys = [run, *(sortable(c[members], u) for c, u in zip(columns[1:], up[1:]))]
-    keys.append(np.uint64(n) - members.astype(np.uint64))
-    order[tied] = members[radix_order(keys, np.arange(len(tied)))]
+    close = np.flatnonzero(np.r_[same, False] | np.r_[False, same])
+    members, run = order[close], np.cumsum(np.r_[True, ~same])[close].astype(np.uint64)
+    keys = [run, *(sortable(c[members], u) for c, u in zip(columns, up))]
+    order[close] = members[radix_order(keys, np.arange(len(close)))]
     return order
 
 # %% ../nbs/02_selectors.ipynb #19dff94c

@@ -222,6 +222,20 @@ def test_easy_to_hard_is_a_lexicographic_sort(rows, data):
     assert easy_to_hard(columns, up).tolist() == sorted(range(len(rows)), key=key)
 
 
+@pytest.mark.parametrize("high", [1.0, 1e-310, 1e308, np.inf])
+def test_easy_to_hard_for_any_range(high):
+    "Values that differ by less than 32 bits of the range, subnormal and infinite ranges."
+    rng = np.random.default_rng(0)
+    near = 0.25 + np.arange(200) * 1e-13
+    values = rng.permutation(np.r_[near, near, 0.0, -0.0, high, -high, rng.random(200)])
+    other = rng.integers(0, 3, len(values))
+    for up in (True, False):
+        slow = sorted(
+            range(len(values)), key=lambda i: (values[i] if up else -values[i], -other[i], -i)
+        )
+        assert easy_to_hard([values, other], [up, False]).tolist() == slow
+
+
 def test_easy_to_hard_handles_integers_memmaps_and_single_precision(tmp_path):
     f = np.random.default_rng(0).random(500).astype(np.float32)
     np.save(tmp_path / "f.npy", f)

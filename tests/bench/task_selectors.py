@@ -102,7 +102,13 @@ def worker(side: str, n: int, labels: list[str], batch: int, calls: int) -> list
             s.feedback(idx, values)
             update.append(time.perf_counter() - start)
         peak, held = resident("VmHWM"), resident("VmRSS")
-        row = {"side": side, "label": label, "n": n, "build_s": build, "first_ms": get[0] * 1e3}
+        row = {
+            "side": side,
+            "label": label,
+            "n": n,
+            "build_s": build,
+            "first_ms": get[0] * 1e3,
+        }
         row |= {"get_ms": median(get[1:]) * 1e3, "update_ms": median(update[1:]) * 1e3}
         row |= {"peak_mb": peak - before, "held_mb": held - before}
         row["worst_ms"] = max(a + b for a, b in zip(get[1:], update[1:])) * 1e3
@@ -142,10 +148,13 @@ def run(python: str, side: str, n: int, labels: list[str], a) -> list[dict]:
     job = {"side": side, "n": n, "labels": labels, "batch": a.batch, "calls": a.calls}
     env = {**os.environ, "OMP_NUM_THREADS": str(a.threads), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [python, __file__, "--job", json.dumps(job)], capture_output=True, text=True, env=env
+        [python, __file__, "--job", json.dumps(job)],
+        capture_output=True,
+        text=True,
+        env=env,
     )
     if done.returncode:
-        raise SystemExit(f"{side} failed:\n{done.stderr[-3000:]}")
+        raise SystemExit(f"{side} failed ({done.returncode}):\n{done.stderr[-3000:]}")
     rows = json.loads(done.stdout.strip().splitlines()[-1])
     for r in rows:
         print(
@@ -173,7 +182,7 @@ def table(rows: list[dict], n: int) -> list[str]:
         if theirs:
             pairs = list(zip(ours, theirs))
             ratio = lambda key, p=pairs: median(t[key] / max(o[key], 1e-6) for o, t in p)
-            build = f"{ratio('build_s'):.1f}" if mid(theirs, "build_s") > 0.05 else ""
+            build = f"{ratio('build_s'):.1f}" if mid(ours, "build_s") > 0.001 else ""
             line += f" {mid(theirs, 'build_s'):.2f} | {mid(theirs, 'step_ms'):.3f} | {mid(theirs, 'peak_mb'):.0f} | {build} | {ratio('step_ms'):.1f} |"
         else:
             line += " - | - | - | | |"
@@ -202,16 +211,11 @@ def main():
     for n in a.sizes:
         for r in range(a.rounds):
             loads.append(os.getloadavg()[0])
-            rows += run(python, "ours", n, list(CASES | OURS_ONLY), a)
-            if a.peer_python:
-                slow = n > a.slow_once and r > 0
-                rows += run(
-                    python,
-                    "peer",
-                    n,
-                    [x for x in CASES if not (slow and x == "offline_easy2hard")],
-                    a,
-                )
+            for label in CASES | OURS_ONLY:
+                rows += run(python, "ours", n, [label], a)
+                slow = label == "offline_easy2hard" and n > a.slow_once and r > 0
+                if a.peer_python and label in CASES and not slow:
+                    rows += run(python, "peer", n, [label], a)
     text = [
         "# Selecting tasks: time and memory of one selection and one update",
         "",
@@ -222,7 +226,7 @@ def main():
         f"python tests/bench/task_selectors.py --peer_python PEER/bin/python --sizes {' '.join(map(str, a.sizes))} --rounds {a.rounds} --calls {a.calls} --batch {a.batch}",
         "```",
         "",
-        f"Fresh processes in turn, {a.rounds} rounds of {a.calls} steps (the first step apart); medians over rounds, ratios are medians of the pairs (peer / ours). A step is",
+        f"A fresh process for each selector and side, in turn; {a.rounds} rounds of {a.calls} steps (the first step apart); medians over rounds, ratios are medians of the pairs (peer / ours). A step is",
         "`get_indices` and `feedback` of one batch; `shuffle` includes its share of making the order of an epoch. Memory is the peak above the features while",
         "building and stepping. `difficulty_based` draws exactly the law of the dense algorithm (tests/test_selectors.py checks it).",
     ]
