@@ -13,7 +13,7 @@ export GOMP_SPINCOUNT ?= 20000
 export PYTHONPATH := $(CURDIR)
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help demo test docs notebooks lab fmt bench smollm2 hooks clean
+.PHONY: help demo test fuzz docs notebooks lab fmt bench smollm2 hooks clean
 help: ## what there is
 	@grep -hE '^[a-z0-9]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
 
@@ -30,6 +30,9 @@ demo: $(STAMP) ## train the embedded model on sums and compare before and after
 
 test: $(STAMP) ## everything that must hold: notebooks, lint, tests, docs
 	$(BIN)/python .ci/check.py
+
+fuzz: $(STAMP) ## the property tests with fresh examples, 20 times as many
+	GRPO_NB_FUZZ=20 $(BIN)/python -m pytest -q -x -m hypothesis tests
 
 docs: $(STAMP) ## the docs site, in _docs/index.html
 	$(BIN)/python .ci/build_docs.py

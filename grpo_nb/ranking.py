@@ -133,11 +133,10 @@ def token_lines(
             touched_S.append(None)
             continue
         first = len(lines) - 1
-        if open_cr and piece.startswith("\n"):
-            piece, first = piece[1:], first - 1
+        if open_cr and (not piece or piece.startswith("\n")):
+            open_cr, piece, first = not piece, piece[1:], first - 1
             if not piece:
                 touched_S.append((first, first))
-                open_cr = False
                 continue
         parts = NEWLINE.split(piece)
         lines[-1].append(parts[0])

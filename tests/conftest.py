@@ -1,5 +1,29 @@
-"A shell that starts the tests in the background makes them ignore Ctrl-C; the tests of interrupts need it."
+"""What holds for all tests.
 
+Property tests draw the same examples in every run, so that a result can be had again; `make fuzz` (or the variable
+`GRPO_NB_FUZZ=20`) draws new ones, that many times more of them.
+"""
+
+import os
 import signal
 
+from hypothesis import settings
+
+FUZZ = int(os.environ.get("GRPO_NB_FUZZ") or 0)
+settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+settings.register_profile("fuzz", deadline=None, print_blob=True)
+settings.load_profile("fuzz" if FUZZ else "fixed")
+
+# A shell that starts the tests in the background makes them ignore Ctrl-C; the tests of interrupts need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items):
+    "Fuzzing: more examples per property."
+    for item in items if FUZZ else ():
+        test = getattr(item, "obj", None)
+        if getattr(test, "is_hypothesis_test", False):
+            old = test._hypothesis_internal_use_settings
+            test._hypothesis_internal_use_settings = settings(
+                old, max_examples=old.max_examples * FUZZ
+            )
