@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['SCHEDULES', 'PolicyConfig', 'TasksConfig', 'RewardsConfig', 'OptimizerConfig', 'EvalConfig', 'RunConfig',
-           'GRPOConfig', 'build_config', 'load_config', 'config_tree', 'TaskStream', 'GRPO', 'locate', 'learning_rate',
-           'completion_metrics', 'sample_table', 'finish_step', 'pass_at_k', 'Scores', 'interval']
+           'GRPOConfig', 'build_config', 'load_config', 'config_tree', 'TaskStream', 'GRPO', 'locate', 'open_stream',
+           'complete_entry', 'open_eval', 'learning_rate', 'mean_selection', 'EndOfTasks', 'completion_metrics',
+           'sample_table', 'finish_step', 'pass_at_k', 'Scores', 'interval']
 
 # %% ../nbs/13_trainer.ipynb #d6c07a71
 import dataclasses
@@ -34,6 +35,7 @@ from grpo_nb.advantages import (
 from .core import Policy, Rollout, seeded, unknown_name
 from .filter_groups import FilterGroupsConfig, GroupCollector, check_filter
 from .rewards import REWARDS, RewardConfig, RewardRunner
+from .scheduler import SELECTOR_KEYS, TasksetScheduler, read_recipe
 from .tasks import Taskset, data_path
 from .tracking import Counters, Progress, Run
 from .update import UpdateConfig, update
@@ -62,10 +64,16 @@ class PolicyConfig:
 class TasksConfig:
     "Tasks to train and to evaluate on."
 
-    train: str = "data:tasks/middle_train.jsonl"  # file, or "data:NAME" in data/
-    eval: str | None = "data:tasks/middle_eval.jsonl"
+    train: str | None = "data:tasks/middle_train.jsonl"  # file, or "data:NAME" in data/
+    eval: str | dict | None = "data:tasks/middle_eval.jsonl"  # file, or {name: file}
     prompt: str = "prompt"  # name of the prompt column
-    shuffle: bool = True
+    shuffle: bool = True  # without a selector: epochs in random order
+    selector: str | dict | None = None  # which task comes next, see `selectors`
+    tasksets: list | None = None  # several tasksets instead of `train`: {name, path, selector, ...}
+    shares: Any = "size"  # how they are mixed, see `TasksetScheduler`
+    operators: list | None = None  # experience operators; None: pass_rate_calculator
+    epochs: float | None = None  # training ends after so many; None: `steps` alone decides
+    prefetch: bool = False  # read the next batch in a thread
 
 
 @dataclass
@@ -225,6 +233,15 @@ def load_config(
     except (OmegaConfBaseException, _yaml_error()) as e:
         raise ValueError(f"{recipe or 'overrides'} cannot be read: {e}") from None
     plain = plain or {}
+    if "buffer" in plain:  # Trinity-RFT's form of tasksets, selectors and operators
+        blocks = {k: plain.pop(k) for k in ("buffer", "data_processor") if k in plain}
+        found = read_recipe(blocks)
+        names = {"tasksets": "tasksets", "operators": "operators", "total_epochs": "epochs"}
+        tasks = {ours: found[k] for k, ours in names.items() if k in found}
+        plain["tasks"] = tasks | (plain.get("tasks") or {})
+        for k, ours in (("batch_size", "train_batch_size"), ("total_steps", "steps")):
+            if k in found:
+                plain.setdefault(ours, found[k])
     if set(plain.get("algorithm") or ()) == {"filter_groups"}:  # verl's place of this block
         plain["filter_groups"] = plain.pop("algorithm")["filter_groups"]
     if isinstance(plain.get("filter_groups"), Mapping):
@@ -348,9 +365,10 @@ class GRPO:
                 c.train_batch_size,
                 c.num_generations,
                 advantage=c.advantage.mode,
-                on_rewarded=self.stream.feedback,
+                on_rewarded=self.learn_from,
             )
         self.step_done, self.counters, self.run, self.history = 0, Counters(), None, []
+        self._selection = []  # what the scheduler said of the batches of this step
 
     def __repr__(self):
         c = self.config
@@ -364,13 +382,12 @@ class GRPO:
         p = config.policy
         options = {f.name: getattr(p, f.name) for f in dataclasses.fields(p) if f.name != "model"}
         policy = TokenPolicy.from_pretrained(locate(p.model), **options)
-        load = lambda name: name and Taskset.load(locate(name), prompt=config.tasks.prompt)
         functions = {}
         for name, options in config.rewards.functions.items():
             options = dict(options or {})
             functions[name] = REWARDS[options.pop("reward", name)](**options)
         return cls(
-            policy, load(config.tasks.train), functions, config, load(config.tasks.eval), **kwargs
+            policy, open_stream(config), functions, config, open_eval(config.tasks), **kwargs
         )
 
 
@@ -379,6 +396,59 @@ def locate(
 ) -> str:
     "Where a file of a recipe is."
     return str(data_path(name[5:])) if name.startswith("data:") else name
+
+
+def open_stream(
+    config: GRPOConfig,
+):  # a Taskset, or a TasksetScheduler if selectors or several tasksets are named
+    "The training tasks of a configuration."
+    t = config.tasks
+    if t.tasksets is None and t.train is None:
+        raise ValueError("No training tasks: name a file in tasks.train, or tasks.tasksets.")
+    if t.tasksets is None and t.selector is None and t.epochs is None:
+        return Taskset.load(locate(t.train), prompt=t.prompt)
+    entries = t.tasksets or [
+        {"name": Path(t.train).stem, "path": t.train, "selector": t.selector or "shuffle"}
+    ]
+    operators = t.operators
+    if operators is None:
+        weights = config.advantage.weights
+        args = {"weights": dict(weights)} if isinstance(weights, Mapping) else {}
+        operators = [{"name": "pass_rate_calculator", "args": args}]
+    return TasksetScheduler.from_config(
+        {"tasksets": [complete_entry(e, config) for e in entries], "operators": operators},
+        batch_size=config.train_batch_size,
+        total_epochs=t.epochs,
+        seed=config.seed,
+        shares=t.shares,
+        prefetch=t.prefetch,
+    )
+
+
+def complete_entry(
+    entry: Mapping,  # {name, path, selector, ...}
+    config: GRPOConfig,
+) -> dict:
+    "A taskset entry with its file found; its selector draws from the seed of the run unless it has its own."
+    if not isinstance(entry, Mapping) or "path" not in entry:
+        raise ValueError(f"An entry of tasks.tasksets needs a path, got {entry!r}.")
+    entry = {"name": Path(entry["path"]).stem} | dict(entry) | {"path": locate(entry["path"])}
+    if "format" not in entry:
+        entry.setdefault("prompt", config.tasks.prompt)
+    key = next((k for k in SELECTOR_KEYS if k in entry), "selector")
+    selector = entry.get(key) or config.tasks.selector or "shuffle"
+    selector = {"selector_type": selector} if isinstance(selector, str) else dict(selector)
+    return entry | {key: {"seed": config.seed} | selector}
+
+
+def open_eval(
+    tasks: TasksConfig,
+):  # a Taskset, {name: Taskset}, or None
+    "The held-out tasks of a configuration."
+    load = lambda name: Taskset.load(locate(name), prompt=tasks.prompt)
+    if isinstance(tasks.eval, Mapping):
+        return {k: load(v) for k, v in tasks.eval.items()}
+    return load(tasks.eval) if tasks.eval else None
 
 # %% ../nbs/13_trainer.ipynb #f0d452ea
 def learning_rate(
@@ -398,10 +468,13 @@ def learning_rate(
 def generate(
     self: GRPO,
     tasks: list | int,  # tasks, or how many of the stream
-) -> Rollout:  # without rewards
+) -> Rollout | None:  # without rewards; None at the end of the stream
     "Sample one batch."
     c, k = self.config, self.counters
-    tasks = self.stream.read(tasks) if isinstance(tasks, int) else tasks
+    try:
+        tasks = self.stream.read(tasks) if isinstance(tasks, int) else tasks
+    except StopIteration:
+        return None
     with k.timed("gen_seconds"):
         rollout = self.policy.sample(tasks, c.num_generations, self.generators["sampling"])
     k.add(
@@ -425,6 +498,39 @@ def score(
 
 
 @patch
+def learn_from(
+    self: GRPO,
+    rollout: Rollout,  # rewarded groups, also those that a filter drops
+):
+    "Tell the stream how the tasks went."
+    if hasattr(self.stream, "observe"):
+        found = self.stream.observe(rollout)
+        self._selection.append({k: v for k, v in found.items() if k.startswith("selection/")})
+    elif hasattr(self.stream, "feedback"):
+        self.stream.feedback(rollout)
+
+
+def mean_selection(
+    rows: list[dict],  # selection metrics of the generation batches of a step
+) -> dict[str, float]:
+    "Counts are summed, shares averaged over groups."
+    counts = ("selection/groups", "selection/ignored_groups", "selection/ignored_samples")
+    known = [r.get("selection/groups", 0) - r.get("selection/ignored_groups", 0) for r in rows]
+    out = {}
+    for key in dict.fromkeys(k for r in rows for k in r):
+        x = np.array([r.get(key, math.nan) for r in rows], dtype=float)
+        if key in counts:
+            out[key] = float(x.sum())
+        elif sum(known):
+            out[key] = float(np.nansum(x * known) / sum(known))
+    return out
+
+
+class EndOfTasks(Exception):
+    "The stream of tasks has come to its end."
+
+
+@patch
 def collect(
     self: GRPO,
     tasks: list
@@ -433,13 +539,18 @@ def collect(
     "Sample and score the batch of one step."
     self._collected = {}
     if tasks is not None or self.collector is None:
-        rollout = self.score(
-            self.generate(self.config.train_batch_size if tasks is None else tasks)
-        )
-        self.stream.feedback(rollout)
+        rollout = self.generate(self.config.train_batch_size if tasks is None else tasks)
+        if rollout is None:
+            raise EndOfTasks("The stream of tasks has come to its end.")
+        rollout = self.score(rollout)
+        self.learn_from(rollout)
+        self._collected, self._selection = mean_selection(self._selection), []
         return rollout
     got = self.collector.collect(self.generate, self.score, policy_version=self.step_done)
-    self._collected = got.metrics
+    self._collected = got.metrics | mean_selection(self._selection)
+    self._selection = []
+    if got.outcome == "end":
+        raise EndOfTasks("The stream of tasks has come to its end.")
     if got.rollout is None:
         return None
     age = self.step_done - torch.as_tensor(got.rollout.info["policy_version"])
@@ -641,7 +752,11 @@ def fit(
     mode, spent = None if c.run.progress else "quiet", 0.0
     with finish_step() as interrupt, Progress(last, self.step_done, self.run, mode=mode) as bar:
         while self.step_done < last and not interrupt.asked:
-            row = self.step(record=False)
+            try:
+                row = self.step(record=False)
+            except EndOfTasks:
+                print(f"The tasks have come to their end after step {self.step_done}.")
+                break
             spent += row["step_time"]
             if c.max_seconds and spent >= c.max_seconds:
                 last = self.step_done
@@ -737,7 +852,10 @@ def evaluate(
     tasks = self.eval_tasks if tasks is None else tasks
     if tasks is None or not len(tasks):
         raise ValueError("No tasks to evaluate on: pass tasks, or eval_tasks to GRPO.")
-    tasks = [tasks[i] for i in range(min(len(tasks), c.limit or len(tasks)))]
+    named = tasks if isinstance(tasks, Mapping) else {"": tasks}
+    parts = {k: [t[i] for i in range(min(len(t), c.limit or len(t)))] for k, t in named.items()}
+    tasks = [t for part in parts.values() for t in part]
+    ends = np.cumsum([0, *map(len, parts.values())])
     n = c.samples if samples is None else samples
     weights = weights_by_name(self.config.advantage.weights, self.rewards.components)
     totals, batches = self.rewards.state_dict(), self.rewards.last
@@ -745,18 +863,27 @@ def evaluate(
         (r.rewards.flatten(2).nanmean(2) if r.rewards.ndim == 3 else r.rewards)
         @ r.rewards.new_tensor(weights)
     )
-    out = {}
+    scores = {}  # name: one value per task
     if c.greedy:
         r = self.rewards(
             self.policy.sample(tasks, 1, seeded(self.config.seed, "eval"), greedy=True)
         )
-        out["greedy"] = interval(reward(r).numpy())
+        scores["greedy"] = reward(r).numpy()
     if n:
         r = self.rewards(self.policy.sample(tasks, n, seeded(self.config.seed, "eval")))
         per_task = reward(r).view(len(tasks), n).numpy()
-        out["sampled"] = interval(per_task.mean(1))
+        scores["sampled"] = per_task.mean(1)
         for i in k:
-            out[f"pass@{i}"] = interval(pass_at_k((per_task >= 1).sum(1), n, i))
+            scores[f"pass@{i}"] = pass_at_k((per_task >= 1).sum(1), n, i)
+        parts_R = r.rewards.flatten(2).nanmean(2) if r.rewards.ndim == 3 else r.rewards
+        if parts_R.shape[1] > 1:
+            for i, name in enumerate(r.reward_names):
+                scores[f"sampled/{name}"] = (
+                    parts_R[:, i].view(len(tasks), n).nanmean(1).cpu().numpy()
+                )
+    out = {name: interval(x) for name, x in scores.items()}
+    for part, a, b in zip(parts, ends, ends[1:]) if len(parts) > 1 else ():
+        out |= {f"{part}/{name}": interval(x[a:b]) for name, x in scores.items()}
     self.rewards.load_state_dict(totals)
     self.rewards.last = batches
     return Scores(out, len(tasks), n)
