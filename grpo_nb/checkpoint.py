@@ -17,6 +17,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,7 @@ def read_state(
     return out
 
 # %% ../nbs/12a_checkpoint.ipynb #9650230c
+@cache
 def versions() -> dict[str, str]:
     "Versions that decide whether a continuation has the same bits."
     out = {"python": platform.python_version()}
