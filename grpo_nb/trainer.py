@@ -564,16 +564,34 @@ class Paused(Exception):
 
 
 @patch
-def _next_batch(
+def _after_batch(
     self: GRPO,
-    n: int,  # tasks
-):
-    "Sample a generation batch; between two of them the state is whole, so here training can be saved or paused."
-    if not self.config.filter_groups.overlap and self.collector.tally.batches:
-        if self._wish is not None and self._wish.asked:
-            raise Paused
-        self._autosave(between=True)
-    return self.generate(n)
+    collector: GroupCollector,
+) -> bool:  # True: pause here
+    "Between two generation batches the state is whole, so training can be saved or paused."
+    if collector.done:
+        return False
+    self._autosave(between=True)
+    return self._wish is not None and bool(self._wish.asked)
+
+
+@patch
+def remember(
+    self: GRPO,
+) -> Callable[[], None]:  # puts it back
+    "What sampling a batch changes: generators, the stream, counters."
+    generators = {k: g.get_state() for k, g in self.generators.items()}
+    counters = self.counters.state_dict()
+    stream = self.stream.state_dict() if hasattr(self.stream, "state_dict") else None
+
+    def undo():
+        for k, g in self.generators.items():
+            g.set_state(generators[k])
+        self.counters.load_state_dict(counters)
+        if stream is not None:
+            self.stream.load_state_dict(stream)
+
+    return undo
 
 
 @patch
@@ -618,14 +636,27 @@ def collect(
     "Sample and score the batch of one step."
     self._collected = {}
     if tasks is not None or self.collector is None:
-        rollout = self.generate(self.config.train_batch_size if tasks is None else tasks)
-        if rollout is None:
-            raise EndOfTasks("The stream of tasks has come to its end.")
-        rollout = self.score(rollout)
+        undo = self.remember()
+        try:
+            rollout = self.generate(self.config.train_batch_size if tasks is None else tasks)
+            if rollout is None:
+                raise EndOfTasks("The stream of tasks has come to its end.")
+            rollout = self.score(rollout)
+        except BaseException:  # a reward that raises, a second Ctrl-C: the batch is drawn again
+            undo()
+            raise
         self.learn_from(rollout)
         self._collected, self._selection = mean_selection(self._selection), []
         return rollout
-    got = self.collector.collect(self._next_batch, self.score, policy_version=self.step_done)
+    got = self.collector.collect(
+        self.generate,
+        self.score,
+        self.step_done,
+        snapshot=self.remember,
+        on_batch=self._after_batch,
+    )
+    if got.outcome == "paused":
+        raise Paused
     self._collected = got.metrics | mean_selection(self._selection)
     self._selection = []
     if got.outcome == "end":
