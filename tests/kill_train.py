@@ -17,7 +17,6 @@ import torch
 
 from grpo_nb import checkpoint, trainer
 from grpo_nb.checkpoint import latest
-from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.tracking import is_timing, read_jsonl
 from grpo_nb.trainer import GRPO, load_config
@@ -27,8 +26,8 @@ COMMON = ["run.progress=false", "policy.max_new_tokens=6", "num_generations=4", 
 VARIANTS = {
     "plain": ["update.loss.kl_coef=0.01", "optimizer.schedule=cosine"],
     "epochs": ["update.num_epochs=3", "update.minibatch_size=8", "update.kl_stop.target=0.01", "advantage.mode=gdpo"],
-    "filter": ["filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson"],
-    "curriculum": ["tasks.selector=greso", "filter_groups.enable=true", "tasks.prefetch=true", "eval.every=3", "eval.limit=4", "eval.samples=2"],
+    "filter": ["steps=4", "filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson"],
+    "curriculum": ["steps=4", "tasks.selector=greso", "filter_groups.enable=true", "tasks.prefetch=true", "eval.every=2", "eval.limit=4", "eval.samples=2"],
     "workers": ["rewards.run.workers=1", "steps=4"],
 }  # fmt: skip
 
@@ -50,6 +49,30 @@ def make(variant, folder):
     tasks = trainer.open_stream(config)
     held_out = Taskset.load(data_path("tasks/middle_eval.jsonl"))
     return GRPO(policy, tasks, rewards, config, held_out)
+
+
+def ranking(folder):
+    "Lists of films, rewards per rank, advantages on the tokens of each item."
+    from grpo_nb import movielens as ml
+    from grpo_nb.ranking import make_relevance_reward, make_safety_reward
+
+    task = folder.parent / "task"
+    if not task.exists():
+        warm = ml.WarmStart(hidden=32, layers=1, steps=30, batch=16, lr=5e-3)
+        ml.build_task(task, ml.load_movies(60, "generated"), warm, eval_generations=2)
+    task = ml.load_task(task)
+    policy = ml.RankingPolicy(task.model, task.tokenizer, task.parser, max_new_tokens=28)
+    rewards = {
+        "relevance": make_relevance_reward(task.parser, "exp_inf"),
+        "safety": make_safety_reward(task.parser, task.oracle),
+    }
+    loss = [
+        "update.loss.level=item",
+        "update.loss.aggregation=seq_mean_item_mean",
+        "update.num_epochs=2",
+    ]
+    config = load_config(None, [*COMMON, *loss, "advantage.mode=gdpo", f"run.dir={folder}"])
+    return GRPO(policy, task.train, rewards, config, task.eval[:4])
 
 
 def train(variant, folder, suicide=None):
@@ -134,7 +157,11 @@ def main(variant, folder, kills, seed):
     compare(whole, cut)
     for other in folder.glob("done*"):
         compare(whole, other)
-    print(json.dumps({"kills": killed, "in_save": by_suicide, "rounds": rounds, "resumed_from": len(seen)}))
+    print(
+        json.dumps(
+            {"kills": killed, "in_save": by_suicide, "rounds": rounds, "resumed_from": len(seen)}
+        )
+    )
 
 
 def compare(a, b):
@@ -149,7 +176,11 @@ def compare(a, b):
         x, y = [keep(r) for r in x], [keep(r) for r in y]
         assert len(x) == len(y), (name, len(x), len(y))
         for r, q in zip(x, y):
-            assert r == q, (name, r.get("step"), {k: (r.get(k), q.get(k)) for k in r | q if r.get(k) != q.get(k)})
+            assert r == q, (
+                name,
+                r.get("step"),
+                {k: (r.get(k), q.get(k)) for k in r | q if r.get(k) != q.get(k)},
+            )
 
 
 if __name__ == "__main__":
