@@ -632,6 +632,11 @@ class TasksetScheduler:
         return self.places / self.batch_size
 
     @property
+    def epoch(self) -> float:
+        "Epochs served so far."
+        return self.cursor / self.places
+
+    @property
     def max_steps(self) -> int | None:
         "Reads of batch_size in the whole run; None without an end."
         if self.total_samples is None:
