@@ -884,7 +884,11 @@ def policy_loss(
             raise ValueError(
                 f"kl_coef={config.kl_coef} needs ref_logp_NS, the reference log-probabilities."
             )
-        weight = at_level(logp_NS - old_logp_NS, kl_mask_NS, config.level, item_NS) if config.kl_importance else None  # fmt: skip
+        weight = (
+            log_ratio(logp_NS, old_logp_NS, kl_mask_NS, config.level, item_NS)
+            if config.kl_importance
+            else None
+        )
         kl_NS = kl_penalty(logp_NS, ref_logp_NS, config.kl_kind, kl_mask_NS, weight)
         parts["loss/kl"] = config.kl_coef * reduce(kl_NS, kl_mask_NS, "kl")
         metrics["kl"] = mean_metric(kl_NS, kl_mask_NS)
