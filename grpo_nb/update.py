@@ -437,6 +437,7 @@ def _accumulate(
         row["kl_ref/k3"] = mean(ref, ref_steps)
         row.setdefault("kl", row["kl_ref/k3"])  # the loss's own estimate if it has one
     zero_N = advantages[part].reshape(len(part), -1).eq(0).all(1) if len(part) else part
+    row |= c.loss.bounds()
     counts = {"n_samples": len(part), "n_zero_advantage": int(zero_N.sum()), "n_scored": len(rows)}
     return row | counts
 
