@@ -1084,6 +1084,17 @@ def test_lines_of_verl_itself():
     assert math.isnan(s["filter_rate"]) and "unknown" in format_summary(s)
 
 
+def test_steps_of_verl_are_kept_apart_by_the_index_alone():
+    lines = []
+    for total, index in ((10, 1), (12, 1), (14, 2), (9, 1), (15, 2), (3, 1)):
+        lines += [f"num_prompt_in_batch={total} < prompt_bsz=16"]
+        lines += [f"num_gen_batches={index}. Keep generating..."]
+    frame, s = parse_filter_logs("\n".join(lines))
+    assert frame["step"].tolist() == [1, 2, 2, 3, 3, 4]
+    assert frame["kept"].tolist() == [10, 12, 2, 9, 6, 3]
+    assert s["issues"] == [] and s["kept"] == 42 and s["surplus"] == 0
+
+
 def test_interleaved_workers_and_rubbish():
     a = [f"(Worker pid=1, ip=10.0.0.1) {x}" for x in strip_prefixes(FORM_A).splitlines()]
     b = [f"\x1b[36m(Worker pid=2)\x1b[0m {x}" for x in strip_prefixes(FORM_B).splitlines()]

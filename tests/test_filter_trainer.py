@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
-from grpo_nb.filter_groups import FilterCapError
+from grpo_nb.filter_groups import FilterCapError, FilterGroupsConfig
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.rewards import exact_answer
 from grpo_nb.tasks import Task, Taskset, data_path
+from grpo_nb.tracking import Run
 from grpo_nb.trainer import GRPO, TaskStream, learning_rate, load_config
 
 RIGHT = exact_answer(extract="marker", marker="</think>")
@@ -153,6 +154,31 @@ algorithm:
     assert row["frac_reward_zero_std"] == 0 and row["filter/groups_trained"] == 4
     with pytest.raises(ValueError, match="Did you mean 'max_num_gen_batches'"):
         load_config(recipe, ["algorithm.filter_groups.max_gen_batches=3"])
+
+
+def test_several_metrics_and_a_band_from_overrides():
+    f = load_config(None, ["filter_groups.metric=[acc,length]", "filter_groups.band=[0.2,1]"])
+    assert f.filter_groups.metrics == ("acc", "length") and f.filter_groups.band == (0.2, 1.0)
+    short = lambda completions, **columns: [float(len(c) < 20) for c in completions]
+    both = {"acc": only(()), "length": short}  # acc never varies
+    t = make("filter_groups.metric=[acc,length]", "steps=1", reward=both).fit()
+    assert t.history[-1]["filter/groups_trained"] == 6
+
+
+def test_the_metric_may_be_a_function_and_the_run_is_still_recorded(tmp_path):
+    config = load_config(
+        None, ["train_batch_size=4", "num_generations=4", "steps=1", "run.progress=false"]
+    )
+    config.run.dir = str(tmp_path / "run")
+    config.filter_groups = FilterGroupsConfig(enable=True, metric=lengths, log_format=None)
+    t = make(config=config).fit()
+    t.close()
+    assert t.history[-1]["filter/kept_without_signal"] >= 0
+    assert len(Run.open(tmp_path / "run").frame()) == 1
+
+
+def lengths(rollout):
+    return rollout.lengths_N
 
 
 def test_a_metric_the_batch_lacks_is_refused_with_what_there_is():
