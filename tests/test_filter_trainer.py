@@ -116,6 +116,18 @@ def test_every_trained_group_varies_and_the_row_says_what_it_cost():
         assert 0 < row["train/mean_metric_std"] < 0.5 and row["filter/age_max"] == 0
 
 
+def test_held_out_tasks_are_never_filtered():
+    t = make("steps=1", "eval.samples=4", "eval.limit=20", eval_tasks=TASKS)
+    a, b = (
+        t.evaluate(),
+        make(
+            "filter_groups.enable=false", "eval.samples=4", "eval.limit=20", eval_tasks=TASKS
+        ).evaluate(),
+    )
+    assert a.values == b.values and a.n_tasks == 20
+    assert t.collector.gen_steps == 0 and t.collector.samples_seen == 0
+
+
 # --- configuration -------------------------------------------------------------------------------
 
 
