@@ -788,6 +788,109 @@ def test_resume_at_every_generation_batch_is_bitwise(options, tmp_path):
         assert json.dumps(c.state_dict()["json"]) == json.dumps(d.state_dict()["json"])
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("options", RESUME)
+def test_a_pause_after_every_generation_batch_changes_nothing(options, overlap):
+    config = FilterGroupsConfig(**QUIET, overlap=overlap, **options)
+    make = lambda: GroupCollector(config, 8, make_task=SimpleNamespace)
+    reward = lambda r: r.replace(info=r.info | {"rewarded": torch.ones(len(r))})
+
+    def run(pause, snapshot, steps=4):
+        source, c, out, pauses = Source(seed=4), make(), [], 0
+        while len(out) < steps:
+            undo = source.snapshot if snapshot else None
+            got = c.collect(source, reward, snapshot=undo, on_batch=lambda c: pause)
+            if got.outcome != "paused":
+                out.append(got)
+                continue
+            assert got.rollout is None and got.trace == c.trace
+            state, other, pauses = c.state_dict(), Source(), pauses + 1
+            c = make()
+            c.load_state_dict(state | {"json": json.loads(json.dumps(state["json"]))})
+            other.rng.set_state(source.rng.get_state())
+            other.given, source = source.given, other
+        return out, c, pauses
+
+    whole, c, none = run(False, False)
+    assert none == 0
+    for snapshot in (False, True):
+        parts, d, pauses = run(True, snapshot)
+        assert pauses == d.gen_steps == c.gen_steps
+        for a, b in zip(whole, parts):
+            assert same(a.rollout, b.rollout) and a.outcome == b.outcome and a.trace == b.trace
+            skip = ("filter/wasted",) if overlap and snapshot else ()
+            told = [{k: v for k, v in x.metrics.items() if k not in skip} for x in (a, b)]
+            assert json.dumps(told[0]) == json.dumps(told[1])
+
+
+def test_the_batch_generated_ahead_is_part_of_the_state():
+    config = FilterGroupsConfig(**QUIET, overlap=True, gen_batch_size=2)
+    source, c = Source(seed=4), GroupCollector(config, 16, make_task=SimpleNamespace)
+    assert c.collect(source, lambda r: r, on_batch=lambda c: True).outcome == "paused"
+    assert source.given == 4 and c.samples_seen == 8 and len(c.ahead) == 1
+    assert any(k.startswith("ahead.0.") for k in c.state_dict()["tensors"])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rewards_that_fail_lose_no_sample(overlap):
+    def run(fails):
+        calls, out = [], []
+        source = Source(seed=4)
+        c = GroupCollector(FilterGroupsConfig(**QUIET, overlap=overlap, gen_batch_size=5), 8)
+
+        def reward(r):
+            calls.append(1)
+            if fails and len(calls) % 2:
+                raise TimeoutError("no answer")
+            return r
+
+        while len(out) < 3:
+            try:
+                out.append(c.collect(source, reward))
+            except TimeoutError:
+                assert c.ahead
+        return out, source.given
+
+    whole, given = run(False)
+    again, as_many = run(True)
+    assert given == as_many
+    for a, b in zip(whole, again):
+        assert same(a.rollout, b.rollout) and a.trace == b.trace
+
+
+def test_an_interrupt_while_sampling_is_undone():
+    source = Source(seed=4)
+    c = GroupCollector(FilterGroupsConfig(**QUIET), 8)
+
+    def cut(n):
+        source(n)
+        raise KeyboardInterrupt
+
+    before = source.rng.get_state()
+    with pytest.raises(KeyboardInterrupt):
+        c.collect(cut, snapshot=source.snapshot)
+    assert source.given == 0 and torch.equal(before, source.rng.get_state()) and not c.ahead
+
+
+def test_a_raised_limit_continues_the_step():
+    c = GroupCollector(FilterGroupsConfig(**QUIET, max_num_gen_batches=1), 2)
+    script = Script([DEAD, LIVE], [LIVE, LIVE])
+    for _ in range(2):
+        with pytest.raises(FilterCapError):
+            c.collect(script)
+    assert len(script.asked) == 1
+    c.config.max_num_gen_batches = 2
+    assert c.collect(script).outcome == "full" and len(script.asked) == 2
+
+
+def test_samples_generated_ahead_do_not_outlive_an_update():
+    c = GroupCollector(FilterGroupsConfig(**QUIET), 3)
+    c.add(groups_of(LIVE))
+    c.ahead.append(groups_of(LIVE, LIVE))
+    got = c.take(partial=True)
+    assert got.metrics["filter/wasted"] == 2 and not c.ahead
+
+
 def test_state_is_a_snapshot():
     c = GroupCollector(FilterGroupsConfig(**QUIET), 4)
     c.add(groups_of(LIVE, DEAD))
