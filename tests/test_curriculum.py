@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_nb.cli import main
 from grpo_nb.core import Rollout
 from grpo_nb.filter_groups import FilterGroupsConfig, GroupCollector
 from grpo_nb.scheduler import TasksetScheduler
 from grpo_nb.selectors import SELECTORS, TaskSelectorConfig
-from grpo_nb.tasks import Task
+from grpo_nb.tasks import Task, Taskset, data_path
+from grpo_nb.tracking import Run as LoggedRun
+from grpo_nb.trainer import load_config, open_stream
 
 SIZES = {"easy": 17, "middle": 40, "hard": 9}
 STEPS, BATCH, SAMPLES = 40, 4, 4
@@ -181,3 +184,45 @@ def test_dropped_groups_teach_the_selector():
     assert trained < drawn
     samples = sum(len(tasks) for kind, tasks in run.stream if kind == "read")
     assert run.scheduler.cursor == samples
+
+
+# The recipe --------------------------------------------------------------------------------------
+
+RECIPE = "recipes/curriculum.yaml"
+
+
+def test_recipe_moves_from_easy_to_hard():
+    config = load_config(data_path(RECIPE))
+    stream = open_stream(config)
+    counts = []
+    for size in (640, 960, 960):
+        ids = [t.taskset_id for t in stream.read(size)]
+        counts.append([ids.count(k) / size for k in ("easy", "middle", "hard")])
+    assert counts[0][2] == counts[1][0] == counts[2][0] == 0
+    # an epoch is longer than a stage, so shares inside a stage are those of a shuffled row: nearly exact
+    wanted = [[1 / 4, 3 / 4, 0], [0, 3 / 4, 1 / 4], [0, 1 / 2, 1 / 2]]
+    assert np.abs(np.array(counts) - wanted).max() < 0.05
+    kinds = [s.config.selector_type for s in stream.selectors]
+    assert kinds == ["greso", "difficulty_based", "difficulty_based"]
+    middle = stream.selectors[1]
+    weak = Taskset.load(data_path("anchors/middle_train.jsonl")).column("weak")
+    assert (middle.estimator.weak == weak).all()
+
+
+def test_recipe_trains_two_steps(tmp_path, capsys):
+    stages = "[{samples: 8, weights: {easy: 1}}, {weights: {middle: 1, hard: 1}}]"
+    options = [
+        "steps=2", "train_batch_size=8", "num_generations=4", "eval.limit=4", "eval.samples=1",
+        "run.progress=false", f"run.dir={tmp_path}/run", f"tasks.shares.stages={stages}",
+    ]  # fmt: skip
+    assert main(["train", str(data_path(RECIPE)), *options]) == 0
+    assert "hard/sampled" in capsys.readouterr().out
+    rows = LoggedRun.open(tmp_path / "run").frame()
+    assert len(rows) == 2 and (rows["selection/groups"] == 8).all()
+    assert rows["selection/pass_rate"].between(0, 1).all()
+
+
+def test_recipe_without_its_curriculum():
+    config = load_config(data_path(RECIPE), ["tasks.shares=size"])
+    ids = [t.taskset_id for t in open_stream(config).read(6150)]
+    assert [ids.count(k) for k in ("easy", "middle", "hard")] == [150, 4000, 2000]

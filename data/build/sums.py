@@ -444,6 +444,7 @@ def main():
         for name in args.anchors or ANCHORS:
             old.setdefault("anchors", {})[name] = write_anchors(tokenizer, sets, args, name)
         write_mixed(args.out, sets)
+        old.pop("files", None)  # files stand last
         write_manifest(args.out, old | {"files": hashes(args.out)})
         return
     write_tasks(args.out, sets)
