@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SHARES', 'SELECTOR_METRIC', 'EXPERIENCE_OPERATORS', 'SELECTOR_KEYS', 'SHORT_KEYS', 'apportion', 'mixture_order',
-           'SizeShares', 'WeightShares', 'StageShares', 'BanditShares', 'UcbShares', 'SoftmaxQShares', 'make_shares',
-           'reward_per_sample', 'task_key', 'PassRateCalculator', 'selection_metrics', 'ExperiencePipeline',
-           'TaggedTask', 'tagged', 'ReadAhead', 'same_choice', 'selector_of', 'read_recipe', 'open_entry',
-           'TasksetScheduler']
+           'SizeShares', 'WeightShares', 'StageShares', 'BanditShares', 'UcbShares', 'SoftmaxQShares', 'gain',
+           'make_shares', 'reward_per_sample', 'task_key', 'PassRateCalculator', 'selection_metrics',
+           'ExperiencePipeline', 'TaggedTask', 'tagged', 'ReadAhead', 'same_choice', 'selector_of', 'read_recipe',
+           'FeaturedTasks', 'open_entry', 'TasksetScheduler']
 
 # %% ../nbs/03_scheduler.ipynb #6af7147e
 import inspect
@@ -139,8 +139,20 @@ class StageShares(SizeShares):
         ] = (),  # {"samples": how many, "weights": one per taskset}; the last without samples
     ):
         super().__init__(sizes, seed)
+        for i, s in enumerate(stages):
+            for key in s:
+                if key not in ("samples", "weights"):
+                    raise ValueError(
+                        unknown_name(f"option of stage {i}", key, ("samples", "weights"))
+                    )
+            if "weights" not in s:
+                raise ValueError(f"Stage {i} has no weights: give one number per taskset.")
         if not stages or any(s.get("samples", 0) < 1 for s in stages[:-1]):
             raise ValueError("stages needs at least one stage; all but the last need samples >= 1.")
+        if stages[-1].get("samples") is not None:
+            raise ValueError(
+                "The last stage lasts until the run ends: leave out its samples, and end the run by its steps."
+            )
         seeds = [seed if i == 0 else seed_of(seed or 0, "stage", i) for i in range(len(stages))]
         self.parts = [WeightShares(sizes, s, p["weights"]) for s, p in zip(seeds, stages)]
         self.starts = np.cumsum([0] + [s["samples"] for s in stages[:-1]])
@@ -241,6 +253,20 @@ class SoftmaxQShares(BanditShares):
     def state_dict(self):
         return {"q": self.q.copy()}
 
+# %% ../nbs/03_scheduler.ipynb #2be15cc5
+def gain(
+    values: np.ndarray,  # (P,) pass rates; NaN stays NaN
+) -> np.ndarray:  # (P,)
+    "Mean absolute normalised advantage of pass-or-fail groups: 2 sqrt(p (1 - p))."
+    bad = (values < -1e-6) | (values > 1 + 1e-6)
+    if bad.any():
+        raise ValueError(
+            f"Pass rates must lie in [0, 1] for a bandit over tasksets, got {values[bad][0]:.6g}. Feed back the component "
+            "that says solved or not, rescale the reward, or give 'gains' beside the values."
+        )
+    p = np.clip(values, 0, 1)
+    return 2 * np.sqrt(p * (1 - p))
+
 # %% ../nbs/03_scheduler.ipynb #2e8e362d
 def make_shares(
     shares: str | Mapping | Sequence[float],  # see TasksetScheduler
@@ -267,7 +293,8 @@ def make_shares(
     if "weights" in options:
         options["weights"] = by_position(options["weights"])
     if "stages" in options:
-        options["stages"] = [{**s, "weights": by_position(s["weights"])} for s in options["stages"]]
+        position = lambda s: {k: by_position(v) if k == "weights" else v for k, v in s.items()}
+        options["stages"] = [position(s) for s in options["stages"]]
     known = list(inspect.signature(kind).parameters)[2:]
     for key in options:
         if key not in known:
@@ -546,12 +573,50 @@ def read_recipe(config: Mapping | str) -> dict[str, Any]:
     return {"tasksets": entries, "operators": pipeline.get("operators") or [], **options}
 
 
+class FeaturedTasks:
+    "A taskset with more numeric columns from another source, joined by prompt."
+
+    def __init__(
+        self,
+        tasks,  # the Taskset that is trained on
+        features,  # a Taskset with the same prompts, in any order, and the columns
+    ):
+        self.tasks, self.features = tasks, features
+        keys, known = tasks.prompt_keys(), features.prompt_keys()
+        order = np.argsort(known, kind="stable")
+        self.row = order[np.minimum(np.searchsorted(known[order], keys), len(known) - 1)]
+        missing = np.flatnonzero(known[self.row] != keys)
+        if len(missing):
+            raise ValueError(
+                f"{features.name} has no features for {len(missing)} of {len(tasks)} tasks of {tasks.name}, first for "
+                f"{tasks[int(missing[0])].prompt!r}. Every prompt needs a row with the same prompt."
+            )
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __getitem__(self, index):
+        return self.tasks[index]
+
+    def __getattr__(self, name):
+        if name in ("tasks", "features", "row") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tasks, name)
+
+    def column(self, name: str) -> np.ndarray:  # (tasks,)
+        "A column of the features, else of the tasks."
+        if name in self.features.column_names:
+            return self.features.column(name)[self.row]
+        return self.tasks.column(name)
+
+
 def open_entry(
-    entry: Mapping,  # name, path and how to read it
+    entry: Mapping,  # name, path and how to read it; maybe features, the path of more columns
 ) -> Any:  # a Taskset
     "The data of a taskset entry; fields that say nothing about reading are left alone."
-    from grpo_nb.tasks import Taskset
+    from grpo_nb.tasks import Taskset, data_path
 
+    locate = lambda p: data_path(p[5:]) if str(p).startswith("data:") else p
     form = entry.get("format") or {}
     options = {k: entry[k] for k in ("id", "prompt", "rename", "size", "seed") if k in entry}
     options.setdefault("id", entry.get("name"))
@@ -559,7 +624,11 @@ def open_entry(
         options.setdefault("prompt", form["prompt_key"])
     if form.get("response_key", "answer") != "answer":
         options.setdefault("rename", {form["response_key"]: "answer"})
-    return Taskset.load(entry["path"], name=entry.get("name"), **options)
+    tasks = Taskset.load(locate(entry["path"]), name=entry.get("name"), **options)
+    if not entry.get("features"):
+        return tasks
+    prompt = {"prompt": options["prompt"]} if "prompt" in options else {}
+    return FeaturedTasks(tasks, Taskset.load(locate(entry["features"]), **prompt))
 
 # %% ../nbs/03_scheduler.ipynb #e9386c2d
 class TasksetScheduler:
@@ -614,7 +683,9 @@ class TasksetScheduler:
         if total_steps is not None:
             self.total_samples = total_steps * batch_size
         else:
-            self.total_samples = None if total_epochs is None else int(total_epochs * self.places)
+            # 0.29 * 100 is 28.999999999999996 in floating point, and means 29
+            whole = None if total_epochs is None else int(total_epochs * self.places + 1e-6)
+            self.total_samples = whole
         self.adaptive = self.shares.adaptive or any(s.adaptive for s in self.selectors)
         self.prefetch, self.reader, self._wanted = prefetch, ReadAhead(self._fetch), None
 
@@ -712,8 +783,7 @@ class TasksetScheduler:
             takes = len(inspect.signature(self.selectors[k].update).parameters) > 2
             self.selectors[k].update(f["indices"], values, *([counts] if takes else []))
             if self.shares.adaptive:
-                p = np.clip(values, 0, 1)
-                gains = np.asarray(f.get("gains", 2 * np.sqrt(p * (1 - p))), np.float64)
+                gains = np.asarray(f["gains"] if "gains" in f else gain(values), np.float64)
                 gains = gains[~np.isnan(gains)]
                 if len(gains):
                     self.shares.update(k, gains)
@@ -757,7 +827,10 @@ class TasksetScheduler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         "Continue from a state; tasksets must be the same, the batch size need not."
-        held = [(t["id"], t["size"]) for t in state["tasksets"].values()]
+        ordered = sorted(
+            state["tasksets"].items(), key=lambda item: int(item[0])
+        )  # JSON may sort "10" before "2"
+        held = [(t["id"], t["size"]) for _, t in ordered]
         if held != list(zip(self.ids, self.sizes)):
             raise ValueError(
                 f"The state belongs to tasksets {held}, this scheduler has {list(zip(self.ids, self.sizes))}. "
