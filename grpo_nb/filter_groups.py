@@ -217,11 +217,11 @@ def metric_range(
 
 def as_columns(
     values: Tensor | np.ndarray | Sequence,  # (N,), (N, C) or (N, R, K)
-) -> Tensor:  # (N, C) float64
-    "Values as float64 columns."
+) -> Tensor:  # (N, C) floats
+    "Values as columns of floating-point numbers."
     if not isinstance(values, Tensor):
         values = torch.from_numpy(np.asarray(values, dtype=np.float64))
-    x = values.detach().double()
+    x = values.detach() if values.is_floating_point() else values.double()
     return x.reshape(len(x), math.prod(x.shape[1:]))
 
 
