@@ -743,9 +743,7 @@ def step(
     )
     self.step_done += 1
     self._before = None
-    self.bad_steps = (
-        self.bad_steps + 1 if getattr(report, "nonfinite", 0) and not report.done else 0
-    )
+    self.bad_steps = self.bad_steps + 1 if report.nonfinite and not report.done else 0
     now = k.row()
     row = report.metrics() | metrics | completion_metrics(rollout) | self.rewards.metrics()
     row |= {

@@ -38,7 +38,7 @@ def length_mod(completion, **columns):
 
 def make(variant, folder):
     if variant == "diffusion":
-        return motion(folder)
+        return diffusion(folder)
     if variant == "ranking":
         return ranking(folder)
     config = load_config(None, [*COMMON, *VARIANTS[variant], f"run.dir={folder}"])
@@ -49,6 +49,37 @@ def make(variant, folder):
     tasks = trainer.open_stream(config)
     held_out = Taskset.load(data_path("tasks/middle_eval.jsonl"))
     return GRPO(policy, tasks, rewards, config, held_out)
+
+
+class Denoiser(torch.nn.Module):
+    "Two layers on a path of 6 points and the time."
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.inner, self.outer = torch.nn.Linear(13, 32), torch.nn.Linear(32, 12)
+
+    def forward(self, x, time):
+        h = torch.cat([x.flatten(1), time[:, None].to(x)], 1)
+        return self.outer(torch.tanh(self.inner(h))).view_as(x)
+
+
+def diffusion(folder):
+    "Latent trajectories: three epochs over the steps of a sliding window."
+    from grpo_nb.policies.diffusion import DiffusionPolicy, flow_sampler, slide_window
+
+    policy = DiffusionPolicy(Denoiser(), flow_sampler(6), (6, 2), reduce="mean", window=(0, 3))
+    more = [
+        "update.num_epochs=3",
+        "update.minibatch_size=8",
+        "filter_groups.enable=true",
+        "optimizer.lr=1e-2",
+    ]
+    config = load_config(None, [*COMMON, *more, f"run.dir={folder}"])
+    tasks = Taskset.load(data_path("tasks/easy_train.jsonl"))
+    left = lambda completion, **columns: -float(completion[:, 0].mean())
+    return GRPO(policy, tasks, {"left": left}, config, callbacks=[slide_window(3, every=2)])
 
 
 def ranking(folder):

@@ -342,3 +342,25 @@ def test_killed_at_random_moments(variant, kills, tmp_path):
     assert out.returncode == 0, out.stderr[-3000:]
     told = json.loads(out.stdout.strip().splitlines()[-1])
     assert told["kills"] >= kills and told["in_save"] >= 1 and told["resumed_from"] >= 2
+
+
+def test_gradients_that_are_not_finite_are_skipped_counted_and_stop_training(tmp_path):
+    halves = lambda completions, **columns: [float(i % 2) for i in range(len(completions))]
+    t = make(tmp_path / "r", "steps=10", "max_bad_steps=3", rewards={"halves": halves})
+    t.fit(1)
+    good = {k: v.clone() for k, v in t.policy.state_dict().items()}
+    weight = t.policy.parameters()[0]
+    handle = weight.register_hook(lambda g: g * float("nan"))
+    with pytest.raises(
+        FloatingPointError, match="3 steps in a row .* stopped after step 4.*learning rate"
+    ):
+        t.fit()
+    assert all(torch.equal(v, good[k]) for k, v in t.policy.state_dict().items())
+    assert [r["upd/n_skipped"] for r in rows(t)] == [0, 1, 1, 1]
+    assert check_seal(latest(t.run.dir / "checkpoints"))["step"] == 4
+    handle.remove()
+    t.fit(1)
+    assert t.bad_steps == 0 and not torch.equal(
+        t.policy.state_dict()["lm_head.weight"], good["lm_head.weight"]
+    )
+    t.close()
