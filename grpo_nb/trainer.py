@@ -78,6 +78,8 @@ class PolicyConfig:
     system_prompt: str | None = None
     chunk_tokens: int | None = None  # tokens per pass through the output layer
     share_prefix: bool = True  # run each prompt once per group
+    lora: dict | None = None  # train low-rank additions only: {} or options of peft.LoraConfig
+    autocast: str | None = None  # "bfloat16": compute in it (and set update.check_tol, e.g. 0.1)
 
 
 @dataclass
