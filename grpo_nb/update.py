@@ -384,7 +384,7 @@ def _accumulate(
     totals = {k: over_ranks(v, ranks) for k, v in totals.items()}
     rows = part[~needless_N[part]]
     # per rank: loss; sums of k1, k3 to the sampler and their steps; k3 to the reference and its steps; exact KL and its steps
-    sums, gaps, metrics = torch.zeros(8, dtype=torch.float64), [torch.zeros(3).double()], []
+    sums, gaps, metrics = [torch.zeros(8).double()], [torch.zeros(3).double()], []
     exact = getattr(policy, "kl_old", None) if c.kl_stop.stat != "k3" else None
     age_N = torch.as_tensor(rollout.info.get("age", torch.zeros(len(rollout))))
     stored = c.scheme != "on_policy"  # without stored log-probs nothing is known about the sampler
@@ -399,7 +399,7 @@ def _accumulate(
         mask, old = move(rollout.mask_NS), move(rollout.old_logp_NS) if stored else now_NS
         if first and stored and c.check_tol is not None:
             fresh = mask & (move(age_N) <= 0)[:, None] & now_NS.isfinite()
-            gaps.append(gap(logp_NS, old, fresh, c.check_tol).cpu())
+            gaps.append(gap(logp_NS, old, fresh, c.check_tol))
         loss, m = policy_loss(
             logp_NS,
             move(anchor_NS),
@@ -419,14 +419,14 @@ def _accumulate(
         ref = kl_penalty(now_NS, move(ref_NS), "k3", mask).sum() if ref_NS is not None else 0 * k3
         own = exact_kl(exact, piece, mask) if exact is not None else 0 * k3
         new = (m["loss"].total, k1, k3, steps * stored, ref, steps, own, steps)
-        sums += torch.stack([x.detach().double().cpu() for x in new])
-    gaps = torch.stack(gaps)
+        sums.append(torch.stack([x.detach().double() for x in new]))
+    gaps, sums = (torch.stack([x.cpu() for x in xs]) for xs in (gaps, sums))  # the only wait
     worst = over_ranks(gaps[:, 0].max(), ranks, "MAX")
     found = torch.cat([worst[None], over_ranks(gaps[:, 1:].sum(0), ranks)])
     row = {k: float(v) for k, v in report(combine(metrics or [_of_nothing(c, mask_NS)])).items()}
     if first and stored and c.check_tol is not None:
         row["upd/first_logp_diff"] = refuse_gap(found, c.check_tol)
-    loss, k1, k3, steps, ref, ref_steps, own, own_steps = over_ranks(sums, ranks).tolist()
+    loss, k1, k3, steps, ref, ref_steps, own, own_steps = over_ranks(sums.sum(0), ranks).tolist()
     if c.scheme in ("progressive", "reference"):
         row |= {f"kl_anchor/{k}": row[f"kl_old/{k}"] for k in ("k1", "k3")}
     mean = lambda total, count: total / count if count else math.nan

@@ -36,13 +36,11 @@ ROWS = {
         "ours, sums": {"reward": "sums"},
         "ours, micro_tokens 512": {"micro": 512},
         "TRL": {},
-        "TRL, 64 rows a pass": {"micro": 64},
     },
     "wide": {
         "ours": {},
         "ours, chunk_tokens 64": {"chunk": 64},
         "ours, micro_tokens 256": {"micro": 256},
-        "ours, both": {"micro": 256, "chunk": 64},
         "TRL": {},
         "TRL, 8 rows a pass": {"micro": 8},
     },
@@ -132,7 +130,7 @@ def main():
     for k, v in dict(prompts=32, generations=8, tokens=10, micro=0, chunk=0, skip=1).items():
         ap.add_argument("--" + k, type=int, default=v, help=argparse.SUPPRESS)
     ap.add_argument("--reward", default="", help=argparse.SUPPRESS)
-    for k, v in dict(cycles=2, seed=0, threads=1, lr=1e-4, vocab=16384).items():
+    for k, v in dict(cycles=1, seed=0, threads=1, lr=1e-4, vocab=16384).items():
         ap.add_argument("--" + k, type=type(v), default=v)
     a = ap.parse_args()
     if a.mode:
