@@ -30,6 +30,10 @@ def weights(trainer):
     return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
 
 
+def timed(name):
+    return any(w in name for w in ("seconds", "time", "_ms"))
+
+
 class Watched(TaskStream):
     "A stream that remembers what it was told."
 
@@ -335,10 +339,9 @@ def test_sampling_while_rewards_are_awaited_trains_the_same_policy(options):
 
     a, b = run("false"), run("true")
     assert torch.equal(weights(a), weights(b)) and a.stream.cursor == b.stream.cursor
-    timed = ("seconds", "time", "_ms")
     for x, y in zip(a.history, b.history):
         for k in x:
-            if not any(w in k for w in timed):
+            if not timed(k):
                 assert x[k] == y[k] or math.isnan(x[k]) and math.isnan(y[k]), k
 
 
@@ -349,7 +352,7 @@ def test_stopped_between_two_generation_batches_the_run_ends_in_the_same_bytes()
     options = ("steps=3", "filter_groups.gen_batch_size=4", "filter_groups.surplus=carry",
                "filter_groups.max_staleness=1")  # fmt: skip
     whole = make(*options).fit()
-    t, stops = make(*options), 0
+    t, stops, collected = make(*options), 0, []
     t.collector.make_task = Task
     while t.step_done < 3:
         got = t.collector.collect(
@@ -357,6 +360,7 @@ def test_stopped_between_two_generation_batches_the_run_ends_in_the_same_bytes()
         )
         if got.outcome != "paused":
             r = got.rollout
+            collected.append(got.metrics)
             t.step(r.replace(info=r.info | {"age": t.step_done - r.info["policy_version"]}))
             continue
         stops += 1
@@ -367,6 +371,8 @@ def test_stopped_between_two_generation_batches_the_run_ends_in_the_same_bytes()
         other.stream.load_state_dict(t.stream.state_dict())
         for k, g in t.generators.items():
             other.generators[k].set_state(g.get_state())
+        other.rewards.load_state_dict(t.rewards.state_dict())
+        other.rewards.last = dict(t.rewards.last)
         other.collector.make_task = Task
         other.collector.load_state_dict(held | {"json": json.loads(json.dumps(held["json"]))})
         other.counters.load_state_dict(counters)
@@ -379,3 +385,8 @@ def test_stopped_between_two_generation_batches_the_run_ends_in_the_same_bytes()
     assert mine["tensors"].keys() == theirs["tensors"].keys()
     assert all(torch.equal(v, theirs["tensors"][k]) for k, v in mine["tensors"].items())
     assert t.stream.cursor == whole.stream.cursor
+    for metrics, row, plain in zip(collected, t.history, whole.history):
+        assert json.dumps(metrics) == json.dumps({k: plain[k] for k in metrics})
+        for k in row:
+            if not timed(k):
+                assert row[k] == plain[k] or math.isnan(row[k]) and math.isnan(plain[k]), k
