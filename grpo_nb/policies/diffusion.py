@@ -149,11 +149,12 @@ def flow(
     now: Tensor,  # (B,) sigma at this step
     then: Tensor,  # (B,) sigma after it
     level: float | Tensor = 0.7,  # a
-    cap: float | Tensor = 1.0,  # largest sigma in the denominator: the second one of the schedule
+    cap: float
+    | Tensor = 1.0,  # stands for sigma = 1 in the denominator: the schedule's second sigma
 ) -> tuple[Tensor, Tensor]:  # mean (B, ...), std (B,)
     "Stochastic flow matching of Flow-GRPO (2505.05470, eq. 12)."
     dt, v = then - now, eps - x0
-    spread = level * (now / (1 - torch.minimum(now, torch.as_tensor(cap).to(now)))).sqrt()
+    spread = level * (now / (1 - torch.where(now < 1, now, torch.as_tensor(cap).to(now)))).sqrt()
     drift = spread * spread / (2 * now) * dt
     mean = x * per_row(1 + drift, x) + v * per_row(dt + drift * (1 - now), x)
     return mean, spread * (-dt).sqrt()
