@@ -310,7 +310,7 @@ def _centred(x, ok, weight, reduce) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         weight = ok.double() if weight is None else torch.where(ok, weight, 0.0)
         x = torch.where(ok, x, 0.0)
     flat = lambda v: v.reshape(-1)
-    total = x.sum() if weight is None else torch.dot(flat(weight), flat(x))
+    total = x.sum() if weight is None else (weight * x).sum()
     count = x.new_full((), x.numel()) if weight is None else weight.sum()
     if reduce is not None:
         count, total = reduce(torch.stack([count, total]), "sum").unbind()

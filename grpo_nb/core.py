@@ -83,7 +83,7 @@ class Groups:
             raise ValueError(f"Group ids must have shape (N,), got {tuple(ids.shape)}.")
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ValueError(f"Group ids must be integers, got {ids.dtype}.")
-        ids = ids.detach().long()
+        ids = ids.long()
         n = len(ids)
         if not n:
             return cls(ids, ids.new_zeros(0), None)
