@@ -58,13 +58,17 @@ class Siblings:
         ok = None if self.ok_RKGP is None else self.ok_RKGP.any(0, keepdim=True)
         return replace(self, x_RKGP=x, ok_RKGP=ok)
 
-    def deviations(self) -> tuple[Tensor, Tensor, Tensor]:  # d (R, K, G, P), count, sum of d^2
+    def deviations(
+        self,
+        keep: bool = True,  # False: the rewards are not needed any more and may be overwritten
+    ) -> tuple[Tensor, Tensor, Tensor]:  # d (R, K, G, P), count, sum of d^2
         "Distance of each reward from its group's mean; exactly 0 in a constant group."
         x, ok, n = self.x_RKGP, self.ok_RKGP, self.count
         if ok is None:
             # a member of the group as origin: in a constant group every distance is exactly 0
-            d = x - x[..., :1, :]
-            d -= self.add(d) / x.shape[-2]
+            origin = x[..., :1, :]
+            d = x - origin if keep or self.raw_singles else x.sub_(origin.clone())
+            d -= self.add(d).div_(x.shape[-2])
         else:
             d = torch.where(ok, x - self.least(torch.where(ok, x, torch.inf)), 0.0)
             d = torch.where(ok, d - self.add(d) / n, 0.0)
@@ -298,22 +302,22 @@ def all_reducer(
 # %% ../nbs/09_advantages.ipynb #9c09570e
 def _centred(x, ok, weight, reduce) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "Values minus their mean (0 where not ok), count, mean and sum of squared deviations."
-    share = reduce or (lambda v, op: v)
     if weight is not None:
         weight = weight.double()
         if ok is not None or not (weight > 0).all():
             ok = weight > 0 if ok is None else ok & (weight > 0)
     if ok is not None:
-        weight = torch.where(ok, 1.0 if weight is None else weight, 0.0)
+        weight = ok.double() if weight is None else torch.where(ok, weight, 0.0)
         x = torch.where(ok, x, 0.0)
+    flat = lambda v: v.reshape(-1)
     total = x.sum() if weight is None else (weight * x).sum()
-    count = x.new_tensor(float(x.numel())) if weight is None else weight.sum()
-    count, total = share(torch.stack([count, total]), "sum").unbind()
+    count = x.new_full((), x.numel()) if weight is None else weight.sum()
+    if reduce is not None:
+        count, total = reduce(torch.stack([count, total]), "sum").unbind()
     mean = total / count
     d = x - mean if ok is None else torch.where(ok, x - mean, 0.0)
-    flat = d.flatten()
-    m2 = torch.dot(flat, flat if weight is None else flat * weight.flatten())
-    return d, count, mean, share(m2, "sum")
+    m2 = torch.dot(flat(d), flat(d if weight is None else d * weight))
+    return d, count, mean, m2 if reduce is None else reduce(m2, "sum")
 
 
 @dataclass(frozen=True)
@@ -395,7 +399,7 @@ def grpo(
 
     def kernel(s: Siblings) -> Tensor:
         s = s.total(b.weights_R)
-        d, n, m2 = s.deviations()
+        d, n, m2 = s.deviations(keep=False)
         return (d.mul_(s.inverse_std(n, m2, eps, ddof)) if scale == "group" else d)[0]
 
     if scale != "batch":
@@ -442,7 +446,7 @@ def rloo(
     b = prepare(rewards, group_N, weights, **batch)
 
     def kernel(s: Siblings) -> Tensor:
-        d, n, _ = s.total(b.weights_R).deviations()
+        d, n, _ = s.total(b.weights_R).deviations(keep=False)
         return (d * torch.where(n > 1, n / (n - 1).clamp(min=1), 1.0))[0]
 
     return b.result(kernel)
@@ -479,7 +483,7 @@ def loo_norm(
 # %% ../nbs/09_advantages.ipynb #3c3679ed
 def _weighted_z(s: Siblings, weights: Sequence[float], eps: float, ddof: int, scale: str) -> Tensor:
     "Sum over components of weight times normalised reward, (K, G, P)."
-    d, n, m2 = s.deviations()
+    d, n, m2 = s.deviations(keep=False)
     factor = s.inverse_std(n, m2, eps, ddof) if scale == "group" else torch.ones_like(m2)
     if any(w != 1 for w in weights):
         factor = factor * d.new_tensor(weights).view(-1, 1, 1, 1)
