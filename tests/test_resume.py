@@ -330,7 +330,7 @@ def test_training_in_a_thread_cannot_catch_signals_and_does_not_try(tmp_path):
 
 @pytest.mark.parametrize(
     "variant, kills",
-    [("plain", 14), ("epochs", 10), ("filter", 10), ("curriculum", 10), ("workers", 6), ("ranking", 8), ("diffusion", 8)],
+    [("plain", 10), ("epochs", 8), ("filter", 8), ("curriculum", 8), ("workers", 5), ("ranking", 7), ("diffusion", 8)],
 )  # fmt: skip
 def test_killed_at_random_moments(variant, kills, tmp_path):
     script = ROOT / "tests" / "kill_train.py"
