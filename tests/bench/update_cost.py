@@ -26,7 +26,7 @@ from common import RESULTS, ROOT, child, environment, median, peak_mb, reset_pea
 
 SHAPES = {
     "tiny": dict(prompts=32, generations=8, tokens=10),
-    "wide": dict(prompts=8, generations=4, tokens=32),
+    "wide": dict(prompts=4, generations=4, tokens=32),
 }
 # label -> model, who, options of the side
 ROWS = {
@@ -40,9 +40,9 @@ ROWS = {
     "wide": {
         "ours": {},
         "ours, chunk_tokens 64": {"chunk": 64},
-        "ours, micro_tokens 256": {"micro": 256},
+        "ours, micro_tokens 128": {"micro": 128},
         "TRL": {},
-        "TRL, 8 rows a pass": {"micro": 8},
+        "TRL, 4 rows a pass": {"micro": 4},
     },
 }
 
