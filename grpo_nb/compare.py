@@ -1313,7 +1313,8 @@ class Table:
                 + [span(r, "difference", sign), p, span(r, "better", lambda v: f"{v:.2f}")]
                 + [f"{r['spent']:,.0f}" if not math.isnan(r["spent"]) else ""]
             )
-            bold.append(bool(r["difference_low"] > 0 or r["difference_high"] < 0))
+            away = r["difference_low"] > 0 or r["difference_high"] < 0
+            bold.append(bool(away and not r["failed"]))
         return header, rows, bold
 
     def __repr__(self):
@@ -1469,7 +1470,7 @@ def table_notes(
     least = int(frame["n"].min())
     if least < 5:
         out.append(
-            f"Only {least} seeds: no p-value is given, and only differences of several standard deviations could show."
+            f"Only {least} {'seed' if least == 1 else 'seeds'}: no p-value is given, and only differences of several standard deviations could show."
         )
     elif least < 6 and len(frame) > 1:
         out.append("With 5 seeds the sign-flip test cannot go below p = 0.0625.")
