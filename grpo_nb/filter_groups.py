@@ -217,11 +217,11 @@ def metric_range(
 
 def as_columns(
     values: Tensor | np.ndarray | Sequence,  # (N,), (N, C) or (N, R, K)
-) -> Tensor:  # (N, C) float64
-    "Values as float64 columns."
+) -> Tensor:  # (N, C) floats
+    "Values as columns of floating-point numbers."
     if not isinstance(values, Tensor):
         values = torch.from_numpy(np.asarray(values, dtype=np.float64))
-    x = values.detach().double()
+    x = values.detach() if values.is_floating_point() else values.double()
     return x.reshape(len(x), math.prod(x.shape[1:]))
 
 
@@ -1668,6 +1668,20 @@ class LogReader:
             self.open_batch()
         self.batch |= {key: value} | {k: v for k, v in more.items() if v is not None}
 
+    def number(
+        self,
+        index: int,  # which generation batch of its step
+    ):
+        "verl prints the index last: if it does not grow, the open batch had begun a new step."
+        step, batch = self.step(), self.batch
+        if batch is None or batch.get("batch") is not None:
+            return
+        if index <= max((b.get("batch") or 0 for b in step["batches"][:-1]), default=0):
+            step["batches"].pop()
+            step["outcome"] = "unknown"
+            self.step()["batches"].append(batch)
+        batch["batch"], self.batch = index, batch
+
     def end(
         self,
         outcome: str,  # "full", "cap", "partial", "skipped"
@@ -1698,9 +1712,7 @@ class LogReader:
         elif kind in ("accumulated", "compared"):
             self.note("accumulated", int(found[0]), target=whole(found[1]))
         elif kind == "more":
-            self.step()
-            if self.batch is not None and self.batch.get("batch") is None:
-                self.batch["batch"] = int(found[0])
+            self.number(int(found[0]))
         elif kind in ("cap", "full", "partial", "skipped"):
             capped = self.steps and self.steps[-1]["outcome"] == "cap"
             if (

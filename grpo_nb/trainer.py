@@ -78,6 +78,8 @@ class PolicyConfig:
     system_prompt: str | None = None
     chunk_tokens: int | None = None  # tokens per pass through the output layer
     share_prefix: bool = True  # run each prompt once per group
+    lora: dict | None = None  # train low-rank additions only: {} or options of peft.LoraConfig
+    autocast: str | None = None  # "bfloat16": compute in it (and set update.check_tol, e.g. 0.1)
 
 
 @dataclass
@@ -414,6 +416,8 @@ class GRPO:
         self._wish = self._last = None  # an interrupt that waits for a good moment
         self.seconds_trained = 0.0  # by `fit`, evaluations not counted
         self.bad_steps = 0  # in a row, without a finite update
+        self._saved_at, self._saved_step = time.monotonic(), None  # the last checkpoint
+        self.interrupted = None  # name of the signal that ended `fit`
         self.resumed_run = None  # run directory that a loaded checkpoint belongs to
 
     def __repr__(self):
@@ -590,13 +594,14 @@ def remember(
 ) -> Callable[[], None]:  # puts it back
     "What sampling a batch changes: generators, the stream, counters."
     generators = {k: g.get_state() for k, g in self.generators.items()}
-    counters = self.counters.state_dict()
+    now = self.counters.values  # only these: a reward thread may count meanwhile
+    counters = {k: now[k] for k in ("n_prompts", "n_rollouts_generated", "tokens_generated")}
     stream = self.stream.state_dict() if hasattr(self.stream, "state_dict") else None
 
     def undo():
         for k, g in self.generators.items():
             g.set_state(generators[k])
-        self.counters.load_state_dict(counters)
+        self.counters.values |= counters
         if stream is not None:
             self.stream.load_state_dict(stream)
 
@@ -740,9 +745,7 @@ def step(
     )
     self.step_done += 1
     self._before = None
-    self.bad_steps = (
-        self.bad_steps + 1 if getattr(report, "nonfinite", 0) and not report.done else 0
-    )
+    self.bad_steps = self.bad_steps + 1 if report.nonfinite and not report.done else 0
     now = k.row()
     row = report.metrics() | metrics | completion_metrics(rollout) | self.rewards.metrics()
     row |= {
@@ -933,9 +936,12 @@ def open_run(self: GRPO):
         if self.step_done == 0 and found is not None:
             self.load_state_dict(read_state(found, make_task=Task))
         again = True
+    tree = config_tree(c)
+    if again:  # how the record is kept is no part of what is compared
+        tree["run"] = Run.open(folder).config.get("run", tree["run"])
     self.run = Run.create(
         folder,
-        config_tree(c),
+        tree,
         c.run.name,
         resume=again,
         wandb=c.run.wandb,
@@ -1076,8 +1082,8 @@ def _autosave(
         return
     late = c.seconds is not None and time.monotonic() - self._saved_at >= c.seconds
     due = c.every and self.step_done % c.every == 0 and not between
-    new = self._before is not None or self.step_done != getattr(self, "_saved_step", None)
-    if not (late or due or end and c.at_end and new):
+    new = self._before is not None or self.step_done != self._saved_step
+    if not new or not (late or due or end and c.at_end):
         return
     try:
         self.save()
@@ -1086,7 +1092,6 @@ def _autosave(
         if c.on_error == "raise":
             raise
         self._saved_at = time.monotonic()
-        self.counters.add(checkpoints_failed=1)
         self.run.event("checkpoint_failed", step=self.step_done, error=str(e))
         warnings.warn(f"{e} Training goes on.", stacklevel=2)
 

@@ -1,6 +1,6 @@
 """Trains in forked children that are killed at random moments until the run is done, and compares with a run that never stopped.
 
-Run as a script, in a fresh interpreter: `python kill_train.py VARIANT FOLDER KILLS SEED`; prints one JSON line.
+Run as a script, in a fresh interpreter: `python kill_train.py FOLDER SEED VARIANT:KILLS ...`; prints one JSON line for each.
 """
 
 import json
@@ -17,7 +17,6 @@ import torch
 
 from grpo_nb import checkpoint, trainer
 from grpo_nb.checkpoint import latest
-from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.tracking import is_timing, read_jsonl
 from grpo_nb.trainer import GRPO, load_config
@@ -27,8 +26,8 @@ COMMON = ["run.progress=false", "policy.max_new_tokens=6", "num_generations=4", 
 VARIANTS = {
     "plain": ["update.loss.kl_coef=0.01", "optimizer.schedule=cosine"],
     "epochs": ["update.num_epochs=3", "update.minibatch_size=8", "update.kl_stop.target=0.01", "advantage.mode=gdpo"],
-    "filter": ["filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson"],
-    "curriculum": ["tasks.selector=greso", "filter_groups.enable=true", "tasks.prefetch=true", "eval.every=3", "eval.limit=4", "eval.samples=2"],
+    "filter": ["steps=4", "filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson"],
+    "curriculum": ["steps=4", "tasks.selector=greso", "filter_groups.enable=true", "tasks.prefetch=true", "eval.every=2", "eval.limit=4", "eval.samples=2"],
     "workers": ["rewards.run.workers=1", "steps=4"],
 }  # fmt: skip
 
@@ -39,7 +38,7 @@ def length_mod(completion, **columns):
 
 def make(variant, folder):
     if variant == "diffusion":
-        return motion(folder)
+        return diffusion(folder)
     if variant == "ranking":
         return ranking(folder)
     config = load_config(None, [*COMMON, *VARIANTS[variant], f"run.dir={folder}"])
@@ -50,6 +49,61 @@ def make(variant, folder):
     tasks = trainer.open_stream(config)
     held_out = Taskset.load(data_path("tasks/middle_eval.jsonl"))
     return GRPO(policy, tasks, rewards, config, held_out)
+
+
+class Denoiser(torch.nn.Module):
+    "Two layers on a path of 6 points and the time."
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.inner, self.outer = torch.nn.Linear(13, 32), torch.nn.Linear(32, 12)
+
+    def forward(self, x, time):
+        h = torch.cat([x.flatten(1), time[:, None].to(x)], 1)
+        return self.outer(torch.tanh(self.inner(h))).view_as(x)
+
+
+def diffusion(folder):
+    "Latent trajectories: three epochs over the steps of a sliding window."
+    from grpo_nb.policies.diffusion import DiffusionPolicy, flow_sampler, slide_window
+
+    policy = DiffusionPolicy(Denoiser(), flow_sampler(6), (6, 2), reduce="mean", window=(0, 3))
+    more = [
+        "update.num_epochs=3",
+        "update.minibatch_size=8",
+        "filter_groups.enable=true",
+        "optimizer.lr=1e-2",
+    ]
+    config = load_config(None, [*COMMON, *more, f"run.dir={folder}"])
+    tasks = Taskset.load(data_path("tasks/easy_train.jsonl"))
+    left = lambda completion, **columns: -float(completion[:, 0].mean())
+    return GRPO(policy, tasks, {"left": left}, config, callbacks=[slide_window(3, every=2)])
+
+
+def ranking(folder):
+    "Lists of films, rewards per rank, advantages on the tokens of each item."
+    from grpo_nb import movielens as ml
+    from grpo_nb.ranking import make_relevance_reward, make_safety_reward
+
+    task = folder.parent / "task"
+    if not task.exists():
+        warm = ml.WarmStart(hidden=32, layers=1, steps=30, batch=16, lr=5e-3)
+        ml.build_task(task, ml.load_movies(60, "generated"), warm, eval_generations=2)
+    task = ml.load_task(task)
+    policy = ml.RankingPolicy(task.model, task.tokenizer, task.parser, max_new_tokens=28)
+    rewards = {
+        "relevance": make_relevance_reward(task.parser, "exp_inf"),
+        "safety": make_safety_reward(task.parser, task.oracle),
+    }
+    loss = [
+        "update.loss.level=item",
+        "update.loss.aggregation=seq_mean_item_mean",
+        "update.num_epochs=2",
+    ]
+    config = load_config(None, [*COMMON, *loss, "advantage.mode=gdpo", f"run.dir={folder}"])
+    return GRPO(policy, task.train, rewards, config, task.eval[:4])
 
 
 def train(variant, folder, suicide=None):
@@ -134,7 +188,11 @@ def main(variant, folder, kills, seed):
     compare(whole, cut)
     for other in folder.glob("done*"):
         compare(whole, other)
-    print(json.dumps({"kills": killed, "in_save": by_suicide, "rounds": rounds, "resumed_from": len(seen)}))
+    print(
+        json.dumps(
+            {"kills": killed, "in_save": by_suicide, "rounds": rounds, "resumed_from": len(seen)}
+        )
+    )
 
 
 def compare(a, b):
@@ -149,8 +207,16 @@ def compare(a, b):
         x, y = [keep(r) for r in x], [keep(r) for r in y]
         assert len(x) == len(y), (name, len(x), len(y))
         for r, q in zip(x, y):
-            assert r == q, (name, r.get("step"), {k: (r.get(k), q.get(k)) for k in r | q if r.get(k) != q.get(k)})
+            assert r == q, (
+                name,
+                r.get("step"),
+                {k: (r.get(k), q.get(k)) for k in r | q if r.get(k) != q.get(k)},
+            )
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    folder, seed, *wanted = sys.argv[1:]
+    for variant, kills in (w.split(":") for w in wanted):
+        place = Path(folder) / variant
+        place.mkdir()
+        main(variant, place, kills, seed)
