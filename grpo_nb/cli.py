@@ -178,7 +178,7 @@ def affordable(
     rate = sum(t / n for t, n in zip(per_step, size)) * runs / workers  # seconds per unit, all runs
     fits = seconds / rate
     if fits < budget.n:
-        unit = max(size)
+        unit = math.ceil(max(size))
         budget = type(budget)(max(int(fits // unit), 1) * unit)
     return budget, budget.n * rate
 

@@ -1315,6 +1315,9 @@ class Table:
             )
             away = r["difference_low"] > 0 or r["difference_high"] < 0
             bold.append(bool(away and not r["failed"]))
+        at = header.index(p_name)
+        if not any(r[at] for r in rows):  # too few seeds for any p
+            header, *rows = [[*r[:at], *r[at + 1 :]] for r in [header, *rows]]
         return header, rows, bold
 
     def __repr__(self):
@@ -1465,7 +1468,9 @@ def table_notes(
     ]
     if len(frame) > 1:
         out.append(
-            "Differences are paired by seed; p from the exact sign-flip test; P(better) with Newcombe's interval."
+            "Differences are paired by seed"
+            + ("; p from the sign-flip test" if frame["p"].notna().any() else "")
+            + "; P(better) with Newcombe's interval."
         )
     least = int(frame["n"].min())
     if least < 5:
