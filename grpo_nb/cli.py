@@ -89,6 +89,11 @@ def train(
         f"(sampling {row.get('gen_seconds', 0):.0f}, rewards {row.get('reward_seconds', 0):.0f}, updates "
         f"{row.get('train_seconds', 0):.0f})"
     )
+    if trainer.interrupted:
+        if trainer.run is not None:
+            print(f"Go on with run.if_exists=resume run.dir={trainer.run.dir}")
+        trainer.close("interrupted")
+        return trainer
     if held_out:
         after = trainer.evaluate()
         print(comparison(before, after))
@@ -460,7 +465,7 @@ def run_command(a: argparse.Namespace) -> int:
             for key, value in given[1].items():
                 print(f"  {key}: {yaml_value(value)}  # {BLOCK.get(key, 'unknown')}")
     elif a.command == "train":
-        train(a.recipe, a.overrides)
+        return 130 if train(a.recipe, a.overrides).interrupted else 0
     elif a.command == "parse-log":
         print(parse_log(a.log))
     elif a.command == "compare":

@@ -45,7 +45,7 @@ from grpo_nb.checkpoint import (
     versions,
     write_checkpoint,
 )
-from .core import Policy, Rollout, seeded, unknown_name
+from .core import Policy, Rollout, seed_of, seeded, unknown_name
 from .filter_groups import FilterGroupsConfig, GroupCollector, check_filter
 from .rewards import REWARDS, RewardConfig, RewardRunner
 from .scheduler import SELECTOR_KEYS, TasksetScheduler, read_recipe
@@ -493,7 +493,9 @@ def open_stream(
     operators = t.operators
     if operators is None:
         weights = config.advantage.weights
-        args = {"weights": dict(weights)} if isinstance(weights, Mapping) else {}
+        if weights is not None and not isinstance(weights, Mapping):
+            weights = dict(zip(config.rewards.functions, weights))
+        args = {} if weights is None else {"weights": dict(weights)}
         operators = [{"name": "pass_rate_calculator", "args": args}]
     return TasksetScheduler.from_config(
         {"tasksets": [complete_entry(e, config) for e in entries], "operators": operators},
@@ -518,7 +520,9 @@ def complete_entry(
     key = next((k for k in SELECTOR_KEYS if k in entry), "selector")
     selector = entry.get(key) or config.tasks.selector or "shuffle"
     selector = {"selector_type": selector} if isinstance(selector, str) else dict(selector)
-    return entry | {key: {"seed": config.seed} | selector}
+    several = len(config.tasks.tasksets or ()) > 1  # equal seeds would shuffle equal sizes alike
+    seed = seed_of(config.seed, "selector", entry["name"]) if several else config.seed
+    return entry | {key: {"seed": seed} | selector}
 
 
 def open_eval(
@@ -622,7 +626,8 @@ def learn_from(
     "Tell the stream how the tasks went."
     if hasattr(self.stream, "observe"):
         found = self.stream.observe(rollout)
-        self._selection.append({k: v for k, v in found.items() if k.startswith("selection/")})
+        numbers = {k: v for k, v in found.items() if isinstance(v, (int, float))}
+        self._selection.append(numbers)
     elif hasattr(self.stream, "feedback"):
         self.stream.feedback(rollout)
 
@@ -677,7 +682,9 @@ def collect(
         except BaseException:  # a reward that raises, a second Ctrl-C: the batch is drawn again
             undo()
             raise
-        self.learn_from(rollout)
+        own = getattr(self.stream, "ids", None)
+        if own is None or all(getattr(t, "taskset_id", None) in own for t in rollout.tasks):
+            self.learn_from(rollout)  # tasks from elsewhere teach the selectors nothing
         self._collected, self._selection = mean_selection(self._selection), []
         return rollout
     got = self.collector.collect(
@@ -992,13 +999,16 @@ def _diagnosis(self: GRPO) -> str:
 
 # %% ../nbs/13_trainer.ipynb #40da13d6
 @patch
-def close(self: GRPO):
+def close(
+    self: GRPO,
+    state: str = "finished",  # of the run: finished, interrupted, failed, stopped
+):
     "End the record and the reward workers."
     self.rewards.close()
     if hasattr(self.stream, "close"):
         self.stream.close()
     if self.run is not None:
-        self.run.close()
+        self.run.close(state)
         logging.getLogger("grpo_nb").removeHandler(self._log)
         self._log.close()
 
