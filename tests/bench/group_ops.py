@@ -234,7 +234,7 @@ def markdown(result, a):
     sizes = " ".join(map(str, a.sizes))
     out += [
         f"command: `python tests/bench/group_ops.py --verl-python VERL_ENV/bin/python --sizes {sizes} --group {a.group} "
-        f"--length {a.length} --repeats {a.repeats} --threads {a.threads} --clock {a.clock}`  ",
+        f"--length {a.length} --repeats {a.repeats} --threads {a.threads} --clock {a.clock} --budget_s {a.budget_s:g}`  ",
         "",
         f"Milliseconds ({a.clock} clock), medians; ratios are medians of per-pair ratios (alternating runs). Both sides start from the same token "
         "rewards or reward columns and end with the same (N, L) token advantages.",
