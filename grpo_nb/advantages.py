@@ -34,6 +34,7 @@ class Siblings:
     add: Callable[[Tensor], Tensor]  # sum over siblings, broadcastable to its input
     least: Callable[[Tensor], Tensor]  # minimum over siblings
     raw_singles: bool = False  # a lone sample keeps its raw reward (verl) instead of 0
+    short: bool = False  # values have float32's 24 bits or fewer, so sums of equal ones are exact
 
     @property
     def count(self) -> Tensor:
@@ -56,7 +57,7 @@ class Siblings:
         for k in range(2, len(weights)):
             x += part(k)
         ok = None if self.ok_RKGP is None else self.ok_RKGP.any(0, keepdim=True)
-        return replace(self, x_RKGP=x, ok_RKGP=ok)
+        return replace(self, x_RKGP=x, ok_RKGP=ok, short=False)
 
     def deviations(
         self,
@@ -65,15 +66,17 @@ class Siblings:
         "Distance of each reward from its group's mean; exactly 0 in a constant group."
         x, ok, n = self.x_RKGP, self.ok_RKGP, self.count
         if ok is None:
-            # a member of the group as origin: in a constant group every distance is exactly 0
-            origin = x[..., :1, :]
-            d = x - origin if keep or self.raw_singles else x.sub_(origin.clone())
-            d -= self.add(d).div_(x.shape[-2])
+            keep = keep or self.raw_singles
+            if not self.short:
+                # a member of the group as origin: in a constant group every distance is exactly 0
+                x, keep = (x - x[..., :1, :] if keep else x.sub_(x[..., :1, :].clone())), False
+            mean = self.add(x).div_(x.shape[-2])
+            d = x - mean if keep else x.sub_(mean)
         else:
             d = torch.where(ok, x - self.least(torch.where(ok, x, torch.inf)), 0.0)
             d = torch.where(ok, d - self.add(d) / n, 0.0)
         m2 = self.add(d * d)
-        return (torch.where(n == 1, x, d) if self.raw_singles else d), n, m2
+        return (torch.where(n == 1, self.x_RKGP, d) if self.raw_singles else d), n, m2
 
     def inverse_std(
         self,
@@ -83,10 +86,10 @@ class Siblings:
         ddof: int,  # delta degrees of freedom
     ) -> Tensor:
         "Finite 1 / (std + eps), to multiply deviations with; 0 where the deviation is not defined."
-        if n.ndim == 0 and n > ddof:
-            inverse = (m2 / (n.item() - ddof)).sqrt_().add_(eps).reciprocal_()
-        else:
-            inverse = (m2 / (n - ddof).clamp(min=1)).sqrt_().add_(eps).reciprocal_()
+        dof = n - ddof if n.ndim else n.item() - ddof
+        inverse = (m2 / (dof.clamp(min=1) if n.ndim else max(dof, 1))).sqrt_().add_(eps)
+        inverse.reciprocal_()
+        if n.ndim or dof <= 0:
             inverse = torch.where(n > ddof, inverse, 0.0)
         if not eps > 0:
             inverse = torch.where(m2 > 0, inverse, 0.0)
@@ -113,15 +116,13 @@ class RewardBatch:
         if self.spread:
             yield None, self._spread_siblings()
             return
-        shape = self.x_NRK.shape[1:]
-        x_NC = self.x_NRK.flatten(1)
+        width, short = self.x_NRK.shape[1:].numel(), self.x_NRK.dtype != torch.float64
         add, least = (lambda v: v.sum(-2, keepdim=True)), (lambda v: v.amin(-2, keepdim=True))
-        for block in blocks_of(self.groups, x_NC.shape[1]):
-            x = block.lanes(x_NC)
-            x = x.view(*shape, *x.shape[1:])
+        for block in blocks_of(self.groups, width):
+            x = block.lanes(self.x_NRK)
             ok = ~x.isnan() if self.sparse else None
             x = x if ok is None else torch.where(ok, x, 0.0)
-            yield block, Siblings(x, ok, add, least, self.raw_singles)
+            yield block, Siblings(x, ok, add, least, self.raw_singles, short)
 
     def _spread_siblings(self) -> Siblings:
         index, p = self.groups.index_N, self.groups.num_groups
@@ -210,7 +211,8 @@ def prepare(
     x = rewards
     if not isinstance(x, Tensor):
         x = torch.from_numpy(np.asarray(x, dtype=np.float64))
-    x = x.detach() if x.is_floating_point() else x.double()
+    x = x.detach() if x.requires_grad else x
+    x = x if x.is_floating_point() else x.double()
     if not 1 <= x.ndim <= 3:
         raise ValueError(f"Rewards must be (N,), (N, R) or (N, R, K), got {tuple(x.shape)}.")
     flat = x.ndim < 3
@@ -487,10 +489,7 @@ def _weighted_z(s: Siblings, weights: Sequence[float], eps: float, ddof: int, sc
     factor = s.inverse_std(n, m2, eps, ddof) if scale == "group" else torch.ones_like(m2)
     if any(w != 1 for w in weights):
         factor = factor * d.new_tensor(weights).view(-1, 1, 1, 1)
-    out = d[0].mul_(factor[0])
-    for k in range(1, len(weights)):
-        out.addcmul_(d[k], factor[k])
-    return out
+    return d.mul_(factor).sum(0)
 
 
 @ADVANTAGES.register("mo_grpo")

@@ -36,6 +36,7 @@ from grpo_nb.compare import (
     make_job,
     place,
     read_recipe,
+    set_keys,
     t_interval,
     to_budget,
 )
@@ -43,7 +44,15 @@ from .core import unknown_name
 from .filter_groups import format_summary, parse_filter_logs
 from .tasks import data_path
 from .tracking import RunLocked, flat_keys, plain, write_atomic
-from .trainer import GRPO, GRPOConfig, Scores, build_config, load_config
+from grpo_nb.trainer import (
+    GRPO,
+    GRPOConfig,
+    Scores,
+    build_config,
+    config_tree,
+    load_config,
+    override,
+)
 
 # %% ../nbs/30_cli.ipynb #fa22ce80
 def comparison(
@@ -80,6 +89,11 @@ def train(
         f"(sampling {row.get('gen_seconds', 0):.0f}, rewards {row.get('reward_seconds', 0):.0f}, updates "
         f"{row.get('train_seconds', 0):.0f})"
     )
+    if trainer.interrupted:
+        if trainer.run is not None:
+            print(f"Go on with run.if_exists=resume run.dir={trainer.run.dir}")
+        trainer.close("interrupted")
+        return trainer
     if held_out:
         after = trainer.evaluate()
         print(comparison(before, after))
@@ -98,6 +112,7 @@ def train(
 BLOCK = {
     "title": "heading of the report",
     "variants": "name: keys that it sets",
+    "base": "keys of the recipe that are set otherwise for the comparison",
     "common": "keys that every variant sets",
     "seeds": "a number of seeds, or a list of them",
     "budget": "{samples: n}, {tokens: n}, {seconds: n} or {steps: n}; the same for every run",
@@ -168,7 +183,7 @@ def affordable(
     rate = sum(t / n for t, n in zip(per_step, size)) * runs / workers  # seconds per unit, all runs
     fits = seconds / rate
     if fits < budget.n:
-        unit = max(size)
+        unit = math.ceil(max(size))
         budget = type(budget)(max(int(fits // unit), 1) * unit)
     return budget, budget.n * rate
 
@@ -191,8 +206,9 @@ def gains(study: Study):
 
 def gains_text(study: Study) -> str:
     "The same as lines for a terminal."
+    limits = lambda r, k, sign: f" [{r[k + '_low']:{sign}.3f}, {r[k + '_high']:{sign}.3f}]"
     span = lambda r, k, sign="": (
-        f"{r[k]:{sign}.3f} [{r[k + '_low']:{sign}.3f}, {r[k + '_high']:{sign}.3f}]"
+        f"{r[k]:{sign}.3f}" + (limits(r, k, sign) if r["seeds"] > 1 else "")
     )
     rows = gains(study).to_dict("records")
     width = max([len(r["variant"]) for r in rows] + [7]) + 2
@@ -213,10 +229,15 @@ def run_compare(
 ) -> tuple[Study, Path | None]:  # the study, and its report if it is finished
     "Run the comparison of a recipe, print its table and write its report."
     own = [o.removeprefix("compare.") for o in overrides if o.startswith("compare.")]
-    config, block = read_recipe(recipe, [o for o in overrides if not o.startswith("compare.")])
+    others = [o for o in overrides if not o.startswith("compare.")]
+    config, block = read_recipe(recipe, others)
     block = read_block(with_overrides(block, own)) | {
         k: v for k, v in given.items() if v is not None
     }
+    if block.get("base"):  # what the command line says comes last
+        tree = set_keys(config_tree(config), flat_keys(block["base"]))
+        config = override(build_config(GRPOConfig, tree), others)
+    block.pop("base", None)
     title = block.pop("title", "Comparison")
     shown = {k: block.pop(k) for k in ("baseline", "statistic") if k in block}
     names, dir = list(block["variants"]), Path(block.pop("dir", "runs/compare"))
@@ -444,7 +465,7 @@ def run_command(a: argparse.Namespace) -> int:
             for key, value in given[1].items():
                 print(f"  {key}: {yaml_value(value)}  # {BLOCK.get(key, 'unknown')}")
     elif a.command == "train":
-        train(a.recipe, a.overrides)
+        return 130 if train(a.recipe, a.overrides).interrupted else 0
     elif a.command == "parse-log":
         print(parse_log(a.log))
     elif a.command == "compare":

@@ -1313,7 +1313,11 @@ class Table:
                 + [span(r, "difference", sign), p, span(r, "better", lambda v: f"{v:.2f}")]
                 + [f"{r['spent']:,.0f}" if not math.isnan(r["spent"]) else ""]
             )
-            bold.append(bool(r["difference_low"] > 0 or r["difference_high"] < 0))
+            away = r["difference_low"] > 0 or r["difference_high"] < 0
+            bold.append(bool(away and not r["failed"]))
+        at = header.index(p_name)
+        if not any(r[at] for r in rows):  # too few seeds for any p
+            header, *rows = [[*r[:at], *r[at + 1 :]] for r in [header, *rows]]
         return header, rows, bold
 
     def __repr__(self):
@@ -1464,12 +1468,14 @@ def table_notes(
     ]
     if len(frame) > 1:
         out.append(
-            "Differences are paired by seed; p from the exact sign-flip test; P(better) with Newcombe's interval."
+            "Differences are paired by seed"
+            + ("; p from the sign-flip test" if frame["p"].notna().any() else "")
+            + "; P(better) with Newcombe's interval."
         )
     least = int(frame["n"].min())
     if least < 5:
         out.append(
-            f"Only {least} seeds: no p-value is given, and only differences of several standard deviations could show."
+            f"Only {least} {'seed' if least == 1 else 'seeds'}: no p-value is given, and only differences of several standard deviations could show."
         )
     elif least < 6 and len(frame) > 1:
         out.append("With 5 seeds the sign-flip test cannot go below p = 0.0625.")

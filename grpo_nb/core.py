@@ -139,11 +139,12 @@ def _block_size(ids: Tensor) -> int | None:
     change = ids[1:] != ids[:-1]
     g = int(change[: 1 << 16].argmax()) + 1 if n > 1 else 1
     g = g if n == 1 or change[g - 1] else n
+    p, count = n // g, np.count_nonzero
     # G divides N, the id changes at the end of every run of G, and nowhere else
-    if n % g or np.count_nonzero(change) != n // g - 1 or not change[g - 1 :: g].all():
+    if n % g or not count(change) == p - 1 == count(change[g - 1 :: g]):
         return None
     first = ids[::g]
-    return g if (first[1:] > first[:-1]).all() or len(np.unique(first)) == len(first) else None
+    return g if count(first[1:] > first[:-1]) == p - 1 or len(np.unique(first)) == p else None
 
 # %% ../nbs/00_core.ipynb #ede5aca0
 CACHE_VALUES = 1 << 17  # float64 numbers of one block: 1 MB
@@ -159,16 +160,19 @@ class Block:
 
     def lanes(
         self,
-        x_NC: Tensor,  # (N, C) values of all samples
-    ) -> Tensor:  # (C, G, P') float64, a copy
-        "The block's values: columns first, groups last."
+        x_N: Tensor,  # (N, ...) values of all samples
+    ) -> Tensor:  # (..., G, P') float64, a copy
+        "The block's values: siblings and groups last."
         if isinstance(self.rows, slice):
-            x = x_NC[self.rows].reshape(-1, self.size, x_NC.shape[1]).permute(2, 1, 0)
+            x = x_N[self.rows]
+            x = x.reshape(-1, self.size, *x.shape[1:])
+            x = x.permute(*range(2, x.ndim), 1, 0)
         else:
             # torch gathers numbers of one column several times faster than short rows
-            x = torch.stack([v.index_select(0, self.rows) for v in x_NC.unbind(1)])
-            x = x.view(len(x), -1, self.size).transpose(1, 2)
-        return torch.empty(x.shape, dtype=torch.float64, device=x.device).copy_(x)
+            columns = x_N.flatten(1).unbind(1)
+            x = torch.stack([v.index_select(0, self.rows) for v in columns])
+            x = x.view(*x_N.shape[1:], -1, self.size).transpose(-1, -2)
+        return x.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
 
     def put(
         self,

@@ -6,12 +6,14 @@
 __all__ = ['SCHEDULES', 'IGNORED', 'PolicyConfig', 'TasksConfig', 'RewardsConfig', 'OptimizerConfig', 'EvalConfig',
            'CheckpointConfig', 'RunConfig', 'GRPOConfig', 'build_config', 'load_config', 'config_tree', 'TaskStream',
            'GRPO', 'open_policy', 'open_rewards', 'locate', 'open_stream', 'complete_entry', 'open_eval',
-           'learning_rate', 'Paused', 'mean_selection', 'EndOfTasks', 'completion_metrics', 'sample_table',
-           'finish_step', 'override', 'state_differences', 'check_resume', 'pass_at_k', 'Scores', 'interval']
+           'learning_rate', 'Paused', 'mean_selection', 'sum_judged', 'EndOfTasks', 'completion_metrics',
+           'sample_table', 'finish_step', 'override', 'state_differences', 'check_resume', 'pass_at_k', 'Scores',
+           'interval']
 
 # %% ../nbs/13_trainer.ipynb #d6c07a71
 import contextlib
 import dataclasses
+import logging
 import math
 import signal
 import threading
@@ -44,7 +46,7 @@ from grpo_nb.checkpoint import (
     versions,
     write_checkpoint,
 )
-from .core import Policy, Rollout, seeded, unknown_name
+from .core import Policy, Rollout, seed_of, seeded, unknown_name
 from .filter_groups import FilterGroupsConfig, GroupCollector, check_filter
 from .rewards import REWARDS, RewardConfig, RewardRunner
 from .scheduler import SELECTOR_KEYS, TasksetScheduler, read_recipe
@@ -282,6 +284,7 @@ def load_config(
     except (OmegaConfBaseException, _yaml_error()) as e:
         raise ValueError(f"{recipe or 'overrides'} cannot be read: {e}") from None
     plain = plain or {}
+    plain.pop("compare", None)  # the block of `grpo-nb compare`
     if "buffer" in plain:  # Trinity-RFT's form of tasksets, selectors and operators
         blocks = {k: plain.pop(k) for k in ("buffer", "data_processor") if k in plain}
         found = read_recipe(blocks)
@@ -408,7 +411,7 @@ class GRPO:
         self.generators = {k: seeded(c.seed, k) for k in ("sampling", "minibatches")}
         self.collector = None
         if c.filter_groups.enable:
-            check_filter(c.filter_groups, c.num_generations)
+            check_filter(c.filter_groups, c.num_generations)  # names are known once rewards ran
             self.collector = GroupCollector(
                 c.filter_groups,
                 c.train_batch_size,
@@ -418,6 +421,8 @@ class GRPO:
             )
         self.step_done, self.counters, self.run, self.history = 0, Counters(), None, []
         self._selection = []  # what the scheduler said of the batches of this step
+        self._judged = []  # what the rewards said of them
+        self.policy_version = 0  # steps that changed the policy; ages of carried groups count these
         self._before = None  # counters at the start of the step that is under way
         self._wish = self._last = None  # an interrupt that waits for a good moment
         self.seconds_trained = 0.0  # by `fit`, evaluations not counted
@@ -495,7 +500,9 @@ def open_stream(
     operators = t.operators
     if operators is None:
         weights = config.advantage.weights
-        args = {"weights": dict(weights)} if isinstance(weights, Mapping) else {}
+        if weights is not None and not isinstance(weights, Mapping):
+            weights = dict(zip(config.rewards.functions, weights))
+        args = {} if weights is None else {"weights": dict(weights)}
         operators = [{"name": "pass_rate_calculator", "args": args}]
     return TasksetScheduler.from_config(
         {"tasksets": [complete_entry(e, config) for e in entries], "operators": operators},
@@ -520,7 +527,9 @@ def complete_entry(
     key = next((k for k in SELECTOR_KEYS if k in entry), "selector")
     selector = entry.get(key) or config.tasks.selector or "shuffle"
     selector = {"selector_type": selector} if isinstance(selector, str) else dict(selector)
-    return entry | {key: {"seed": config.seed} | selector}
+    several = len(config.tasks.tasksets or ()) > 1  # equal seeds would shuffle equal sizes alike
+    seed = seed_of(config.seed, "selector", entry["name"]) if several else config.seed
+    return entry | {key: {"seed": seed} | selector}
 
 
 def open_eval(
@@ -575,6 +584,7 @@ def score(
     "Reward a batch."
     with self.counters.timed("reward_seconds"):
         rollout = self.rewards(rollout)
+    self._judged.append(self.rewards.metrics())
     self.counters.add(reward_calls=len(rollout) * len(rollout.reward_names))
     return rollout
 
@@ -623,7 +633,8 @@ def learn_from(
     "Tell the stream how the tasks went."
     if hasattr(self.stream, "observe"):
         found = self.stream.observe(rollout)
-        self._selection.append({k: v for k, v in found.items() if k.startswith("selection/")})
+        numbers = {k: v for k, v in found.items() if isinstance(v, (int, float))}
+        self._selection.append(numbers)
     elif hasattr(self.stream, "feedback"):
         self.stream.feedback(rollout)
 
@@ -641,6 +652,18 @@ def mean_selection(
             out[key] = float(x.sum())
         elif sum(known):
             out[key] = float(np.nansum(x * known) / sum(known))
+    return out
+
+
+def sum_judged(
+    rows: list[dict],  # reward metrics of the generation batches of a step
+) -> dict[str, float]:
+    "Counts are summed, times averaged, largest times kept."
+    out = {}
+    for key in dict.fromkeys(k for r in rows for k in r):
+        x = [r[key] for r in rows if key in r]
+        f = sum if "/n_" in key else max if key.endswith("max_ms") else lambda v: sum(v) / len(v)
+        out[key] = float(f(x))
     return out
 
 
@@ -666,13 +689,15 @@ def collect(
         except BaseException:  # a reward that raises, a second Ctrl-C: the batch is drawn again
             undo()
             raise
-        self.learn_from(rollout)
+        own = getattr(self.stream, "ids", None)
+        if own is None or all(getattr(t, "taskset_id", None) in own for t in rollout.tasks):
+            self.learn_from(rollout)  # tasks from elsewhere teach the selectors nothing
         self._collected, self._selection = mean_selection(self._selection), []
         return rollout
     got = self.collector.collect(
         self.generate,
         self.score,
-        self.step_done,
+        self.policy_version,
         snapshot=self.remember,
         on_batch=self._after_batch,
     )
@@ -684,7 +709,7 @@ def collect(
         raise EndOfTasks("The stream of tasks has come to its end.")
     if got.rollout is None:
         return None
-    age = self.step_done - torch.as_tensor(got.rollout.info["policy_version"])
+    age = self.policy_version - torch.as_tensor(got.rollout.info["policy_version"])
     return got.rollout.replace(info=got.rollout.info | {"age": age})
 
 
@@ -757,9 +782,11 @@ def step(
     )
     self.step_done += 1
     self._before = None
+    self.policy_version += report.done > 0
     self.bad_steps = self.bad_steps + 1 if report.nonfinite and not report.done else 0
     now = k.row()
-    row = report.metrics() | metrics | completion_metrics(rollout) | self.rewards.metrics()
+    row = report.metrics() | metrics | completion_metrics(rollout) | sum_judged(self._judged)
+    self._judged = []
     row |= {
         "learning_rate": lr,
         "epoch": getattr(self.stream, "epoch", math.nan),
@@ -779,7 +806,8 @@ def _skipped(self: GRPO, before: dict, record: bool) -> dict[str, float]:
     self._before = None
     now = self.counters.row()
     row = {"loss": math.nan, "grad_norm": math.nan, "updates_per_rollout": 0, "upd/n_done": 0}
-    row |= now | {"step_time": now["wall_seconds"] - before["wall_seconds"]} | self._collected
+    row |= sum_judged(self._judged) | now | self._collected
+    row["step_time"], self._judged = now["wall_seconds"] - before["wall_seconds"], []
     self._last = None
     if record:
         self._record(row)
@@ -979,6 +1007,10 @@ def open_run(self: GRPO):
         if_exists="raise" if c.run.if_exists == "resume" else c.run.if_exists,
         seeds=c.seed,
     )
+    self._log = logging.FileHandler(self.run.dir / "train.log", delay=True, encoding="utf-8")
+    self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger("grpo_nb").addHandler(self._log)
+    logging.getLogger("grpo_nb").setLevel(logging.INFO)
     if again:
         self.run.truncate_after(self.step_done)
         self.history = read_jsonl(self.run.dir / "metrics.jsonl")[0]
@@ -998,11 +1030,18 @@ def _diagnosis(self: GRPO) -> str:
 
 # %% ../nbs/13_trainer.ipynb #40da13d6
 @patch
-def close(self: GRPO):
+def close(
+    self: GRPO,
+    state: str = "finished",  # of the run: finished, interrupted, failed, stopped
+):
     "End the record and the reward workers."
     self.rewards.close()
+    if hasattr(self.stream, "close"):
+        self.stream.close()
     if self.run is not None:
-        self.run.close()
+        self.run.close(state)
+        logging.getLogger("grpo_nb").removeHandler(self._log)
+        self._log.close()
 
 # %% ../nbs/13_trainer.ipynb #10f4f0a0
 @patch
@@ -1017,6 +1056,8 @@ def state_dict(
         "counters": self.counters.state_dict(),
         "before": self._before,
         "selection": list(self._selection),
+        "judged": list(self._judged),
+        "policy_version": self.policy_version,
         "generators": {k: g.get_state() for k, g in self.generators.items()},
         "config": plain(config_tree(self.config)),
     }
@@ -1081,7 +1122,8 @@ def load_state_dict(
     self.counters.load_state_dict(own["counters"])
     self.step_done, self.bad_steps = own["step"], own["bad_steps"]
     self.seconds_trained, self._before = own["seconds_trained"], own["before"]
-    self._selection, self._last = list(own["selection"]), None
+    self._selection, self._judged = list(own["selection"]), list(own["judged"])
+    self.policy_version, self._last = own["policy_version"], None
     self._saved_step, self._left_at = self.step_done, math.inf
 
 # %% ../nbs/13_trainer.ipynb #e50265be

@@ -1,6 +1,6 @@
 """Trains in forked children that are killed at random moments until the run is done, and compares with a run that never stopped.
 
-Run as a script, in a fresh interpreter: `python kill_train.py VARIANT FOLDER KILLS SEED`; prints one JSON line.
+Run as a script, in a fresh interpreter: `python kill_train.py FOLDER SEED VARIANT:KILLS ...`; prints one JSON line for each.
 """
 
 import json
@@ -215,4 +215,8 @@ def compare(a, b):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    folder, seed, *wanted = sys.argv[1:]
+    for variant, kills in (w.split(":") for w in wanted):
+        place = Path(folder) / variant
+        place.mkdir()
+        main(variant, place, kills, seed)

@@ -341,7 +341,7 @@ def test_sampling_while_rewards_are_awaited_trains_the_same_policy(options):
     assert torch.equal(weights(a), weights(b)) and a.stream.cursor == b.stream.cursor
     for x, y in zip(a.history, b.history):
         for k in x:
-            if not timed(k):
+            if not timed(k) and k != "filter/wasted":  # what a batch sampled in vain costs is told
                 assert x[k] == y[k] or math.isnan(x[k]) and math.isnan(y[k]), k
 
 
@@ -364,19 +364,11 @@ def test_stopped_between_two_generation_batches_the_run_ends_in_the_same_bytes()
             t.step(r.replace(info=r.info | {"age": t.step_done - r.info["policy_version"]}))
             continue
         stops += 1
-        held, counters = t.collector.state_dict(), t.counters.state_dict()
-        other = make(*options)
-        other.policy.model.load_state_dict(t.policy.model.state_dict())
-        other.optimizer.load_state_dict(t.optimizer.state_dict())
-        other.stream.load_state_dict(t.stream.state_dict())
-        for k, g in t.generators.items():
-            other.generators[k].set_state(g.get_state())
-        other.rewards.load_state_dict(t.rewards.state_dict())
-        other.rewards.last = dict(t.rewards.last)
-        other.collector.make_task = Task
-        other.collector.load_state_dict(held | {"json": json.loads(json.dumps(held["json"]))})
-        other.counters.load_state_dict(counters)
-        other.step_done, other.history = t.step_done, t.history
+        other, state = make(*options), t.state_dict()
+        held = state["collector"]
+        state["collector"] = held | {"json": json.loads(json.dumps(held["json"]))}
+        other.load_state_dict(state)
+        other.history = t.history
         t = other
     assert stops >= 3
     assert torch.equal(weights(t), weights(whole))

@@ -194,6 +194,21 @@ def test_rewards_of_any_stride_and_kind(f):
     assert (f(one, ids) == 0).all() and torch.equal(one[5], x[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("f", [grpo, mo_grpo, rloo, gdpo])
+def test_short_floats_give_the_numbers_of_float64(f, dtype):
+    g = torch.Generator().manual_seed(3)
+    for size in (1, 2, 3, 7, 8, 49, 1000):
+        ids = torch.arange(3).repeat_interleave(size)
+        x = (torch.randn(3 * size, 2, generator=g) * 1e3).to(dtype)
+        x[:size] = x[0]  # one constant group
+        for columns in (x, x[:, :1]):
+            got = f(columns, ids, dtype=torch.float64)
+            want = f(columns.double(), ids, dtype=torch.float64)
+            torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-10)
+            assert f is gdpo or (got[:size] == 0).all()
+
+
 def test_lone_samples_in_every_layout():
     x = torch.rand(9, 2, generator=torch.Generator().manual_seed(2))
     for ids in (torch.arange(9), torch.randperm(9), torch.tensor([0, 1, 1, 2, 3, 3, 4, 5, 5])):

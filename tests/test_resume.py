@@ -329,20 +329,37 @@ def test_training_in_a_thread_cannot_catch_signals_and_does_not_try(tmp_path):
     assert found[0].step_done == 1
 
 
-@pytest.mark.parametrize(
-    "variant, kills",
-    [("plain", 10), ("epochs", 8), ("filter", 8), ("curriculum", 8), ("workers", 5), ("ranking", 7), ("diffusion", 8)],
-)  # fmt: skip
-def test_killed_at_random_moments(variant, kills, tmp_path):
-    script = ROOT / "tests" / "kill_train.py"
+KILLS = {
+    "plain": 10,
+    "epochs": 8,
+    "filter": 8,
+    "curriculum": 8,
+    "workers": 5,
+    "ranking": 7,
+    "diffusion": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    "One process forks, kills and compares for all variants, so that libraries are imported once."
+    script, folder = ROOT / "tests" / "kill_train.py", tmp_path_factory.mktemp("killed")
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    wanted = [f"{k}:{n}" for k, n in KILLS.items()]
     out = subprocess.run(
-        [sys.executable, str(script), variant, str(tmp_path), str(kills), "0"],
-        capture_output=True, text=True, env=env, timeout=600,
+        [sys.executable, str(script), str(folder), "0", *wanted],
+        capture_output=True, text=True, env=env, timeout=1500,
     )  # fmt: skip
-    assert out.returncode == 0, out.stderr[-3000:]
-    told = json.loads(out.stdout.strip().splitlines()[-1])
-    assert told["kills"] >= kills and told["in_save"] >= 1 and told["resumed_from"] >= 2
+    told = [json.loads(x) for x in out.stdout.splitlines() if x.startswith("{")]
+    return {t["variant"]: t for t in told}, out.stderr
+
+
+@pytest.mark.parametrize("variant", KILLS)
+def test_killed_at_random_moments(variant, killed):
+    told, errors = killed
+    assert variant in told, errors[-3000:]
+    t = told[variant]
+    assert t["kills"] >= KILLS[variant] and t["in_save"] >= 1 and t["resumed_from"] >= 2
 
 
 def test_gradients_that_are_not_finite_are_skipped_counted_and_stop_training(tmp_path):

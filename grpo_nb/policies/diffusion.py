@@ -830,11 +830,9 @@ def slide_window(
 # %% ../../nbs/05_policies.diffusion.ipynb #91f2cbed
 @patch
 def state_dict(self: DiffusionPolicy) -> dict[str, Tensor]:
-    "Weights, and the place of the window if there is one."
-    state = dict(self.model.state_dict())
-    if self.window is not None:
-        state["policy.window"] = torch.tensor(self.window)
-    return state
+    "Weights, and the place of the window: (-1, -1) if there is none."
+    window = torch.tensor(self.window or (-1, -1))
+    return dict(self.model.state_dict()) | {"policy.window": window}
 
 
 @patch
@@ -846,7 +844,7 @@ def load_state_dict(
     state = dict(state)
     window = state.pop("policy.window", None)
     out = self.model.load_state_dict(state)
-    self.window = None if window is None else tuple(int(v) for v in window)
+    self.window = None if window is None or window[0] < 0 else tuple(window.tolist())
     return out
 
 

@@ -8,7 +8,7 @@ for which the logits are what fills the memory. Both sides start from the same f
 length, learning rate, K and number of threads; the loss is DAPO's token mean, beta 0, fp32. The reward is a number that any text
 gets, so that no group is without an advantage, except in the rows `sums`, where it is the right answer, as in training.
 
-Counted is the update alone, from the rewarded rollout to the last optimizer step. Peak memory is the highest resident set during
+Counted is the CPU time (wall time is stored beside it) of the update alone, from the rewarded rollout to the last optimizer step. Peak memory is the highest resident set during
 it minus that just before it, after the heap was trimmed. Each measurement is a fresh process that does K = 1, 2, 4 one after the
 other, `cycles` rollouts each after one to warm up; the sides alternate. With --models only these are measured, and the stored rows of the other stay.
 """
@@ -26,7 +26,7 @@ from common import RESULTS, ROOT, child, environment, median, peak_mb, reset_pea
 
 SHAPES = {
     "tiny": dict(prompts=32, generations=8, tokens=10),
-    "wide": dict(prompts=8, generations=4, tokens=32),
+    "wide": dict(prompts=4, generations=4, tokens=32),
 }
 # label -> model, who, options of the side
 ROWS = {
@@ -40,9 +40,9 @@ ROWS = {
     "wide": {
         "ours": {},
         "ours, chunk_tokens 64": {"chunk": 64},
-        "ours, micro_tokens 256": {"micro": 256},
+        "ours, micro_tokens 128": {"micro": 128},
         "TRL": {},
-        "TRL, 8 rows a pass": {"micro": 8},
+        "TRL, 4 rows a pass": {"micro": 4},
     },
 }
 
@@ -76,13 +76,13 @@ def ours(a):
         ]
         reward = exact_answer(extract="marker", marker="</think>") if a.reward else any_text
         trainer = GRPO(policy, tasks, {"r": reward}, load_config(None, over))
-        seconds, peaks, steps = [], [], 0
+        seconds, cpu, peaks, steps = [], [], [], 0
         for _ in range(a.cycles + 1):
             rollout = trainer.collect()
             ctypes.CDLL("libc.so.6").malloc_trim(0)
             base = rss_mb()
             reset_peak()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             advantages, _ = trainer.advantages(rollout)
             done = update(
                 policy,
@@ -94,11 +94,11 @@ def ours(a):
                 seeded(0),
             ).done
             seconds.append(time.perf_counter() - start)
+            cpu.append(time.process_time() - cpu_start)
             peaks.append(peak_mb() - base)
             steps = max(steps, done)
-        runs.append(
-            {"K": k, "seconds": seconds[1:], "peak_mb": median(peaks[1:]), "updates": steps}
-        )
+        facts = {"seconds": seconds[1:], "cpu": cpu[1:], "peak_mb": median(peaks[1:])}
+        runs.append({"K": k, "updates": steps} | facts)
     print(json.dumps({"runs": runs}))
 
 
@@ -157,7 +157,7 @@ def main():
                 more = [x for k, v in options.items() for x in (f"--{k}", v)]
                 out = child([*front, *more, "--epochs", *a.epochs], cwd=ROOT)["runs"]
                 found += [{"model": model, "who": label, "round": turn} | r for r in out]
-                show = {r["K"]: (round(median(r["seconds"]), 3), round(r["peak_mb"])) for r in out}
+                show = {r["K"]: (round(median(r["cpu"]), 3), round(r["peak_mb"])) for r in out}
                 print(turn, model, label, show, flush=True)
     stored = RESULTS / "update_cost.json"
     if stored.exists():
@@ -177,11 +177,9 @@ def write(a, env, found):
             row = {"model": model, "who": who}
             for k in a.epochs:
                 got, peer = pick(model, who, k), pick(model, "TRL", k)
-                row[f"s, K={k}"] = f"{median(x for r in got for x in r['seconds']):.2f}"
+                row[f"s, K={k}"] = f"{median(x for r in got for x in r['cpu']):.2f}"
                 if peer and who != "TRL":
-                    ratios = [
-                        median(p["seconds"]) / median(r["seconds"]) for p, r in zip(peer, got)
-                    ]
+                    ratios = [median(p["cpu"]) / median(r["cpu"]) for p, r in zip(peer, got)]
                     row[f"TRL / this, K={k}"] = f"{median(ratios):.2f}"
             for k in a.epochs:
                 row[f"MB, K={k}"] = round(median(r["peak_mb"] for r in pick(model, who, k)))
@@ -190,7 +188,8 @@ def write(a, env, found):
         f"{m}: {SHAPES[m]['prompts']} x {SHAPES[m]['generations']} samples of up to {SHAPES[m]['tokens']} tokens"
     )
     notes = (
-        f"Seconds and peak memory above the resident set of all K updates over one rollout. {'; '.join(map(size, models))}. "
+        "Seconds of CPU time (one thread; other work shares the cores) and peak memory above the resident set, of all K updates over "
+        f"one rollout. {'; '.join(map(size, models))}. "
         f"{a.threads} thread, {a.rounds} alternating rounds of fresh processes, {a.cycles} rollouts each; medians, and medians of "
         f"the ratios of the rounds. lr {a.lr:g}. `tiny` is data/tiny-llama; `wide` has a vocabulary of {a.vocab} and random weights. "
         "`all samples`: those with advantage 0 are run too; `sums`: the reward is the right answer, so that many groups are all right "

@@ -60,6 +60,7 @@ def study(level: str, dir: str | Path = "runs"):
         dir=Path(dir) / f"filter_groups_{level}",
         store=HERE / f"filter_groups_{level}.json",
         keep=KEEP,
+        if_changed="raise",
     )
 
 

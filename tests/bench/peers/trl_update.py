@@ -32,45 +32,50 @@ def memory(key):
     return int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) / 1024
 
 
+def clocks():
+    "Wall time and CPU time."
+    return time.perf_counter(), time.process_time()
+
+
 class Timed(GRPOTrainer):
     "The trainer with a clock around generation and scoring."
 
     def __init__(self, *args, **kwargs):
-        self.away, self.old_pass, self.base, self.inside = 0.0, 0.0, 0.0, False
+        self.away, self.old_pass, self.base, self.inside = [0.0, 0.0], [0.0, 0.0], 0.0, False
         super().__init__(*args, **kwargs)
 
     def _generate_and_score_completions(self, *args, **kwargs):
-        start, self.inside, self.old_pass = time.perf_counter(), True, 0.0
+        start, self.inside, self.old_pass = clocks(), True, [0.0, 0.0]
         out = super()._generate_and_score_completions(*args, **kwargs)
         self.inside = False
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         self.base = memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
-        self.away = time.perf_counter() - start - self.old_pass
+        self.away = [b - a - old for a, b, old in zip(start, clocks(), self.old_pass)]
         return out
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        start = time.perf_counter()
+        start = clocks()
         out = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self.inside:
-            self.old_pass += time.perf_counter() - start
+            self.old_pass = [t + b - a for t, a, b in zip(self.old_pass, start, clocks())]
         return out
 
 
 class Clock(TrainerCallback):
-    "Wall time from step end to step end, generation taken off."
+    "Time from step end to step end, generation taken off."
 
     def __init__(self):
-        self.seconds, self.peak = [], []
+        self.spent, self.peak = [], []
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.last = time.perf_counter()
+        self.last = clocks()
 
     def on_step_end(self, args, state, control, **kwargs):
-        now = time.perf_counter()
-        self.seconds.append(now - self.last - self.trainer.away)
+        away = self.trainer.away
+        self.spent.append([b - a - off for a, b, off in zip(self.last, clocks(), away)])
         self.peak.append(memory("VmHWM") - self.trainer.base)
-        self.trainer.away, self.last = 0.0, time.perf_counter()
+        self.trainer.away, self.last = [0.0, 0.0], clocks()
 
 
 def measure(a, num_iterations):
@@ -106,9 +111,11 @@ def measure(a, num_iterations):
         torch.set_num_threads(a.threads)
         trainer.train()
     k = num_iterations
-    cycles = [sum(clock.seconds[i : i + k]) for i in range(k, len(clock.seconds), k)]
+    cycles = [[sum(v) for v in zip(*clock.spent[i : i + k])] for i in range(k, len(clock.spent), k)]
+    seconds, cpu = zip(*cycles)
     peaks = [max(clock.peak[i : i + k]) for i in range(k, len(clock.peak), k)]
-    return {"K": k, "seconds": cycles, "peak_mb": statistics.median(peaks), "updates": k}
+    facts = {"seconds": seconds, "cpu": cpu, "peak_mb": statistics.median(peaks)}
+    return {"K": k, "updates": k} | facts
 
 
 def main():
