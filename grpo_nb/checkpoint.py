@@ -132,6 +132,7 @@ def write_state(
     state: Mapping[str, Any],  # part -> tree
 ):
     "Write all parts of a state into a folder."
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     told = {}
@@ -141,7 +142,10 @@ def write_state(
         tensors: dict[str, Tensor] = {}
         told[part] = pack(tree, "_", tensors)
         if tensors:
-            save_file(tensors, folder / f"{part}.safetensors")
+            try:
+                save_file(tensors, folder / f"{part}.safetensors")
+            except SafetensorError as e:  # how safetensors reports a full disk
+                raise OSError(f"{part}.safetensors: {e}") from e
     (folder / "state.json").write_text(json.dumps(spell(told), allow_nan=False))
 
 

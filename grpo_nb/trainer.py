@@ -11,6 +11,7 @@ __all__ = ['SCHEDULES', 'IGNORED', 'PolicyConfig', 'TasksConfig', 'RewardsConfig
            'interval']
 
 # %% ../nbs/13_trainer.ipynb #d6c07a71
+import contextlib
 import dataclasses
 import logging
 import math
@@ -163,6 +164,11 @@ class RunConfig:
     samples_rows: int = 32  # samples stored then
     wandb: str | None = None  # "offline" or "online"
     progress: bool = True
+
+    def __post_init__(self):
+        kinds = ("number", "resume", "raise")
+        if self.if_exists not in kinds:
+            raise ValueError(unknown_name("if_exists", self.if_exists, kinds))
 
 
 @dataclass
@@ -420,6 +426,7 @@ class GRPO:
         self._before = None  # counters at the start of the step that is under way
         self._wish = self._last = None  # an interrupt that waits for a good moment
         self.seconds_trained = 0.0  # by `fit`, evaluations not counted
+        self._left_at = math.inf  # wall seconds when `fit` ended; inf: not in this process
         self.bad_steps = 0  # in a row, without a finite update
         self._saved_at, self._saved_step = time.monotonic(), None  # the last checkpoint
         self.interrupted = None  # name of the signal that ended `fit`
@@ -543,9 +550,9 @@ def learning_rate(
     "Learning rate of a step: linear warm-up, then constant, linear or cosine decay."
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    left = 1 - (step - config.warmup) / max(steps - config.warmup, 1)
+    left = max(1 - (step - config.warmup) / max(steps - config.warmup, 1), 0.0)  # 0 after the last
     factor = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}
-    return config.lr * max(factor[config.schedule], 0.0)
+    return config.lr * factor[config.schedule]
 
 # %% ../nbs/13_trainer.ipynb #76078fb2
 @patch
@@ -720,6 +727,11 @@ def advantages(
     )
     values = a.values
     if values.ndim == 2:
+        if "item" not in rollout.states:
+            raise ValueError(
+                "Rewards per rank need states['item'], the rank that each token belongs to (-1: none), but the policy "
+                f"gave only {sorted(rollout.states)}. Let its samples carry it, or give one reward per sample."
+            )
         values = spread_to_tokens(values, rollout.mask_NS, rollout.states["item"])
     return values, a.metrics
 
@@ -896,6 +908,8 @@ class finish_step:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = signal.Signals(signum).name
+        with contextlib.suppress(RuntimeError):  # the signal came while something was printed
+            print(f"\n{self.asked}: finishing this step, then saving; once more stops at once.")
 
     def __exit__(self, *exc):
         for s, handler in self.old.items():
@@ -916,32 +930,43 @@ def fit(
     mode = None if c.run.progress else "quiet"
     self._saved_at = time.monotonic()
     self.notify("on_fit_start")
-    with finish_step() as wish, Progress(last, self.step_done, self.run, mode=mode) as bar:
-        self._wish = wish
-        while self.step_done < last and not wish.asked:
-            if c.max_seconds and self.seconds_trained >= c.max_seconds:
-                break
-            try:
-                row = self.step(record=False)
-            except Paused:
-                break
-            except EndOfTasks:
-                print(f"The tasks have come to their end after step {self.step_done}.")
-                break
-            self.seconds_trained += row["step_time"]
-            every = c.eval.every
-            if every and self.step_done % every == 0 and self.eval_tasks is not None:
-                row |= self.evaluate().metrics()
-            self._record(row)
-            bar.update(self.step_done, row)
-            if self.bad_steps >= c.max_bad_steps:
-                break
-            self._autosave()
+    if self._before is not None:  # time between two calls belongs to no step
+        idle = self.counters.row()["wall_seconds"] - self._left_at
+        self._before["wall_seconds"] += max(idle, 0.0)
+    try:
+        with finish_step() as wish, Progress(last, self.step_done, self.run, mode=mode) as bar:
+            self._wish = wish
+            while self.step_done < last and not wish.asked:
+                if c.max_seconds and self.seconds_trained >= c.max_seconds:
+                    print(f"max_seconds={c.max_seconds:g} are over after step {self.step_done}.")
+                    break
+                try:
+                    row = self.step(record=False)
+                except Paused:
+                    break
+                except EndOfTasks:
+                    print(f"The tasks have come to their end after step {self.step_done}.")
+                    break
+                self.seconds_trained += row["step_time"]
+                every = c.eval.every
+                if every and self.step_done % every == 0 and self.eval_tasks is not None:
+                    try:
+                        row |= self.evaluate().metrics()
+                    except BaseException:  # the step is done, so its row stays
+                        self._record(row)
+                        raise
+                self._record(row)
+                bar.update(self.step_done, row)
+                if self.bad_steps >= c.max_bad_steps:
+                    break
+                self._autosave()
+    finally:
         self._wish = None
+        self._left_at = self.counters.row()["wall_seconds"]
     self.interrupted = wish.asked
     if wish.asked:
-        where = "while its next batch is collected" if self._before is not None else ""
-        print(f"Stopped after step {self.step_done} {where}; fit() goes on from here.")
+        where = " while its next batch is collected" if self._before is not None else ""
+        print(f"Stopped after step {self.step_done}{where}; fit() goes on from here.")
         if self.run is not None:
             self.run.event("interrupted", step=self.step_done, signal=wish.asked)
     self._autosave(end=True)
@@ -960,7 +985,13 @@ def open_run(self: GRPO):
         return
     again = self.resumed_run is not None
     if not again and c.run.if_exists == "resume" and is_run(folder):
-        found = latest(Path(folder) / "checkpoints")
+        root = Path(folder) / "checkpoints"
+        found = latest(root)
+        if found is None and any(root.glob("step_*")):
+            raise CheckpointError(
+                f"None of the checkpoints in {str(root)!r} can be read, so the run is left as it is. Read them with the "
+                "version that wrote them, or move that folder away to start again from step 0."
+            )
         if self.step_done == 0 and found is not None:
             self.load_state_dict(read_state(found, make_task=Task))
         again = True
@@ -1075,6 +1106,9 @@ def load_state_dict(
         self.stream.load_state_dict(state["stream"])
     self.policy.load_state_dict(state["policy"])
     self.optimizer.load_state_dict(state["optimizer"])
+    o = self.config.optimizer  # the configuration may have been changed since
+    for group in self.optimizer.param_groups:
+        group |= {"betas": tuple(o.betas), "weight_decay": o.weight_decay}
     if "reference" in state:
         self.reference.load_state_dict(state["reference"])
     if "collector" in state:
@@ -1090,7 +1124,7 @@ def load_state_dict(
     self.seconds_trained, self._before = own["seconds_trained"], own["before"]
     self._selection, self._judged = list(own["selection"]), list(own["judged"])
     self.policy_version, self._last = own["policy_version"], None
-    self._saved_step = self.step_done
+    self._saved_step, self._left_at = self.step_done, math.inf
 
 # %% ../nbs/13_trainer.ipynb #e50265be
 @patch
@@ -1107,7 +1141,8 @@ def save(
     row = self.history[-1] if self.history else {}
     scores = {k: v for k, v in row.items() if k.startswith("eval_")}
     path = write_checkpoint(root, self.step_done, self.state_dict(), scores)
-    self._saved_at, self._saved_step = time.monotonic(), self.step_done
+    if self.run is not None and Path(root).resolve() == (self.run.dir / "checkpoints").resolve():
+        self._saved_at, self._saved_step = time.monotonic(), self.step_done
     self.notify("on_save", path)
     return path
 
@@ -1173,7 +1208,8 @@ def load(
     trainer = cls.from_config(config, **own, **kwargs)
     trainer.load_state_dict(state)
     run = folder.parent.parent
-    if folder.parent.name == "checkpoints" and is_run(run):
+    moved = any(o.partition("=")[0] == "run.dir" for o in overrides)
+    if folder.parent.name == "checkpoints" and is_run(run) and not moved:
         trainer.resumed_run = run
     return trainer
 
@@ -1329,34 +1365,36 @@ def evaluate(
     ends = np.cumsum([0, *map(len, parts.values())])
     n = c.samples if samples is None else samples
     weights = weights_by_name(self.config.advantage.weights, self.rewards.components)
-    totals, batches = self.rewards.state_dict(), self.rewards.last
     reward = lambda r: (
         (r.rewards.flatten(2).nanmean(2) if r.rewards.ndim == 3 else r.rewards)
         @ r.rewards.new_tensor(weights)
     )
     scores = {}  # name: one value per task
-    if c.greedy:
-        r = self.rewards(
-            self.policy.sample(tasks, 1, seeded(self.config.seed, "eval"), greedy=True)
-        )
-        scores["greedy"] = reward(r).numpy()
-    if n:
-        r = self.rewards(self.policy.sample(tasks, n, seeded(self.config.seed, "eval")))
-        per_task = reward(r).view(len(tasks), n).numpy()
-        scores["sampled"] = per_task.mean(1)
-        for i in k:
-            scores[f"pass@{i}"] = pass_at_k((per_task >= 1).sum(1), n, i)
-        parts_R = r.rewards.flatten(2).nanmean(2) if r.rewards.ndim == 3 else r.rewards
-        if parts_R.shape[1] > 1:
-            for i, name in enumerate(r.reward_names):
-                scores[f"sampled/{name}"] = (
-                    parts_R[:, i].view(len(tasks), n).nanmean(1).cpu().numpy()
-                )
+    totals, batches = self.rewards.state_dict(), self.rewards.last
+    try:
+        if c.greedy:
+            r = self.rewards(
+                self.policy.sample(tasks, 1, seeded(self.config.seed, "eval"), greedy=True)
+            )
+            scores["greedy"] = reward(r).numpy()
+        if n:
+            r = self.rewards(self.policy.sample(tasks, n, seeded(self.config.seed, "eval")))
+            per_task = reward(r).view(len(tasks), n).numpy()
+            scores["sampled"] = per_task.mean(1)
+            for i in k:
+                scores[f"pass@{i}"] = pass_at_k((per_task >= 1).sum(1), n, i)
+            parts_R = r.rewards.flatten(2).nanmean(2) if r.rewards.ndim == 3 else r.rewards
+            if parts_R.shape[1] > 1:
+                for i, name in enumerate(r.reward_names):
+                    scores[f"sampled/{name}"] = (
+                        parts_R[:, i].view(len(tasks), n).nanmean(1).cpu().numpy()
+                    )
+    finally:  # what training counts is not touched, also if a reward raises
+        self.rewards.load_state_dict(totals)
+        self.rewards.last = batches
     out = {name: interval(x) for name, x in scores.items()}
     for part, a, b in zip(parts, ends, ends[1:]) if len(parts) > 1 else ():
         out |= {f"{part}/{name}": interval(x[a:b]) for name, x in scores.items()}
-    self.rewards.load_state_dict(totals)
-    self.rewards.last = batches
     found = Scores(out, len(tasks), n)
     self.notify("on_evaluate", found)
     return found

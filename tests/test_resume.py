@@ -1,6 +1,7 @@
 "Checkpoints and resume of the real trainer: every cut, every fault, kills."
 
 import ast
+import contextlib
 import json
 import os
 import pickle
@@ -381,3 +382,88 @@ def test_gradients_that_are_not_finite_are_skipped_counted_and_stop_training(tmp
         t.policy.state_dict()["lm_head.weight"], good["lm_head.weight"]
     )
     t.close()
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    resource = pytest.importorskip("resource")
+    t = make(tmp_path / "r", "checkpoint.every=1")
+    t.open_run()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        with pytest.warns(UserWarning, match="policy.safetensors.*Training goes on"):
+            t.fit(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert t.step_done == 2 and list((t.run.dir / "checkpoints").iterdir()) == []
+    t.close()
+
+
+@pytest.mark.parametrize("fault", ["damaged", "format"])
+def test_a_run_none_of_whose_checkpoints_can_be_read_is_left_as_it_is(fault, tmp_path):
+    t = make(tmp_path / "r").fit(3)
+    t.close()
+    path = latest(tmp_path / "r" / "checkpoints")
+    told = json.loads((path / "manifest.json").read_text())
+    text = "x" if fault == "damaged" else json.dumps(told | {"format": 0})
+    (path / "manifest.json").write_text(text)
+    again = make(tmp_path / "r", "run.if_exists=resume")
+    with pytest.warns(UserWarning) if fault == "format" else contextlib.nullcontext():
+        with pytest.raises(CheckpointError, match="the run is left as it is"):
+            again.fit(1)
+    assert [r["step"] for r in rows(t)] == [1, 2, 3]
+
+
+def test_an_interrupt_in_an_evaluation_keeps_the_row_and_the_reward_counts(tmp_path):
+    calls = [0]
+
+    def cut(completion, **columns):
+        calls[0] += 1
+        if calls[0] == 36:  # 32 samples of two steps, then the evaluation
+            raise KeyboardInterrupt
+        return thirds(completion)
+
+    t = make(tmp_path / "r", "eval.every=2", "eval.limit=4", rewards={"cut": cut})
+    with pytest.raises(KeyboardInterrupt):
+        t.fit()
+    assert t.rewards.state_dict()["totals"]["cut"]["n_ok"] == 32
+    t.fit()
+    assert [r["step"] for r in rows(t)] == [1, 2, 3, 4, 5]
+    t.close()
+
+
+def test_the_time_between_two_calls_of_fit_belongs_to_no_step(tmp_path):
+    calls = [0]
+
+    def once(completion, **columns):
+        calls[0] += 1
+        if calls[0] == 20:
+            raise ValueError("once")
+        return thirds(completion)
+
+    t = make(tmp_path / "r", rewards={"once": once})
+    with pytest.raises(ValueError, match="once"):
+        t.fit()
+    assert t._wish is None
+    t.counters.since -= 1000.0  # the person comes back later
+    t.fit(1)
+    assert t.history[-1]["step_time"] < 500
+    t.close()
+
+
+def test_a_copy_elsewhere_does_not_replace_the_last_checkpoint_of_the_run(tmp_path):
+    t = make(tmp_path / "r", callbacks=[lambda t, row: t.save(tmp_path / "copy")]).fit(2)
+    t.close()
+    assert check_seal(latest(tmp_path / "r" / "checkpoints"))["step"] == 2
+
+
+def test_overrides_count_when_a_run_is_loaded(tmp_path):
+    make(tmp_path / "r").fit(1).close()
+    overrides = ["optimizer.weight_decay=0.5", "optimizer.betas=[0.8,0.9]", f"run.dir={tmp_path / 'new'}"]  # fmt: skip
+    t = GRPO.load(tmp_path / "r", overrides, rewards={"thirds": thirds})
+    group = t.optimizer.param_groups[0]
+    assert (group["weight_decay"], group["betas"]) == (0.5, (0.8, 0.9))
+    t.fit(1)
+    assert t.run.dir == tmp_path / "new" and [r["step"] for r in rows(t)] == [2]
+    t.close()
+    assert [r["step"] for r in read_jsonl(tmp_path / "r" / "metrics.jsonl")[0]] == [1]

@@ -1,5 +1,6 @@
 "The training loop on the embedded model: rewards that fail, interrupts, recipes, groups."
 
+import dataclasses
 import math
 import os
 import signal
@@ -16,7 +17,7 @@ from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.rewards import RewardRunner, exact_answer
 from grpo_nb.tasks import Taskset, data_path, overlap
 from grpo_nb.tracking import Run
-from grpo_nb.trainer import GRPO, GRPOConfig, TaskStream, load_config
+from grpo_nb.trainer import GRPO, GRPOConfig, TaskStream, learning_rate, load_config
 
 RIGHT = exact_answer(extract="marker", marker="</think>")
 
@@ -208,3 +209,21 @@ def test_every_shipped_recipe_is_valid():
     assert len(recipes) >= 2
     for recipe in recipes:
         assert isinstance(load_config(recipe), GRPOConfig)
+
+
+def test_the_learning_rate_stays_at_zero_after_the_last_step():
+    for schedule in ("linear", "cosine"):
+        o = load_config(None, [f"optimizer.schedule={schedule}", "optimizer.warmup=0"]).optimizer
+        assert [learning_rate(o, s, 10) for s in (10, 12, 15, 20)] == [0.0] * 4
+
+
+def test_a_wrong_if_exists_is_refused_at_once():
+    with pytest.raises(ValueError, match="Did you mean 'resume'.*"):
+        load_config(None, ["run.if_exists=resum"])
+
+
+def test_rewards_per_rank_need_to_know_the_rank_of_a_token():
+    t = GRPO.from_config(load_config(None, ["policy.max_new_tokens=4", "train_batch_size=2"]))
+    r = t.collect()
+    with pytest.raises(ValueError, match=r"Rewards per rank need states\['item'\]"):
+        t.step(dataclasses.replace(r, rewards_NR=None, rewards_NRK=r.rewards[:, :, None].expand(-1, -1, 3)))  # fmt: skip
