@@ -6,13 +6,13 @@
 __all__ = ['BUDGETS', 'SAME_FOR_ALL', 'KEEP', 'STATISTICS', 'AXES', 'CSS', 'Budget', 'Samples', 'Tokens', 'Seconds', 'Steps',
            'to_budget', 'budget_tree', 't_interval', 'bootstrap_interval', 'iqm', 'improvement', 'sign_flip', 'holm',
            'power', 'n_seeds', 'set_keys', 'check_variant', 'read_recipe', 'base_tree', 'changes', 'run_config',
-           'judge_of', 'scores_of', 'BudgetSpent', 'Interrupted', 'was_interrupted', 'advance', 'numbers',
-           'measured_run', 'short_trace', 'write_result', 'result_of', 'make_trainer', 'train_job', 'start_scores',
-           'digest', 'run_job', 'source_of', 'make_job', 'is_fixed', 'Spec', 'grid', 'score', 'choose', 'Processes',
-           'place', 'finished', 'compact', 'evaluations', 'Study', 'study_frame', 'Reporter', 'run_missing',
-           'stored_study', 'compare', 'map_callable', 'run_study', 'interval_of', 'Table', 'tex', 'scores_by_seed',
-           'study_table', 'table_notes', 'at_the_edge', 'common_curve', 'plot_study', 'inline_png', 'pairs_table',
-           'runs_table', 'evaluations_of', 'report_plots', 'write_report']
+           'judge_of', 'scores_of', 'BudgetSpent', 'Interrupted', 'advance', 'numbers', 'measured_run', 'keep_scores',
+           'kept_scores', 'short_trace', 'write_result', 'result_of', 'make_trainer', 'train_job', 'go_on',
+           'start_scores', 'digest', 'run_job', 'source_of', 'make_job', 'is_fixed', 'Spec', 'grid', 'score', 'choose',
+           'Processes', 'place', 'finished', 'compact', 'evaluations', 'Study', 'study_frame', 'Reporter',
+           'run_missing', 'stored_study', 'compare', 'map_callable', 'run_study', 'interval_of', 'Table', 'tex',
+           'scores_by_seed', 'study_table', 'table_notes', 'at_the_edge', 'common_curve', 'plot_study', 'inline_png',
+           'pairs_table', 'runs_table', 'evaluations_of', 'report_plots', 'write_report']
 
 # %% ../nbs/15_compare.ipynb #aa847a70
 import ast
@@ -47,7 +47,11 @@ from grpo_nb.tracking import (
     environment,
     finite,
     flat_keys,
+    json_line,
+    keep_until,
     plain,
+    read_jsonl,
+    repair_tail,
     write_atomic,
 )
 from .trainer import GRPO, GRPOConfig, build_config, config_tree, load_config, locate
@@ -384,6 +388,7 @@ def run_config(
     steps = {"steps": budget.n, "samples": budget.n / per_step}.get(budget.unit, c.steps)
     fixed = {"seed": seed, "threads": threads, "steps": max(math.ceil(steps), 1), "eval.every": 0}
     fixed |= {"max_seconds": None, "run.progress": False, "run.dir": dir and str(dir)}
+    fixed |= {"run.if_exists": "resume"}  # a run that was cut off goes on from its last checkpoint
     return build_config(GRPOConfig, set_keys(config_tree(c), fixed))
 
 # %% ../nbs/15_compare.ipynb #e6905560
@@ -427,15 +432,6 @@ class Interrupted(KeyboardInterrupt):
     "The user stopped a run; the study can go on later."
 
 
-def was_interrupted(trainer) -> bool:
-    "True if `fit` returned because of Ctrl-C, not because the tasks ended."
-    if hasattr(trainer, "interrupted"):
-        return bool(trainer.interrupted)
-    run = getattr(trainer, "run", None)
-    events = run.rows("events")[0] if run is not None else []
-    return bool(events) and events[-1].get("kind") == "interrupted"
-
-
 def advance(
     trainer,  # with fit(steps) and history
     watch: Callable[[dict], bool],  # sees every row; True: enough
@@ -454,7 +450,7 @@ def advance(
             return True
         finally:
             trainer.callbacks.remove(stop)
-        if was_interrupted(trainer):
+        if getattr(trainer, "interrupted", None):  # by Ctrl-C, not because the tasks ended
             raise Interrupted
         return False
     while True:
@@ -483,29 +479,55 @@ def measured_run(
     every: Budget | None = None,  # evaluate along the way
     max_seconds: float | None = None,  # give up after so many seconds of training
     start: Mapping | None = None,  # scores before training, if they are known
+    dir: Path | None = None,  # where evaluations along the way survive an interruption
 ) -> tuple[list[dict], str]:  # rows, and what ended the run
-    "Train to the budget and record."
+    "Train to the budget and record; a trainer that has a history goes on."
     rows = [{"step": 0} | dict.fromkeys(COUNTERS, 0) | dict(evaluate() if start is None else start)]
-    ended, mark = "budget", every and every.n
-    clock = time.perf_counter()
+    kept = {} if dir is None else kept_scores(dir / "scores.jsonl", len(trainer.history))
+    for i, row in enumerate(trainer.history, 1):
+        rows.append(numbers(row) | {"step": i} | kept.get(i, {}))
+    ended = "budget"
 
     def watch(row):
-        nonlocal ended, mark
-        row = {"step": len(rows)} | numbers(row) | {"step": len(rows)}
-        rows.append(row)
+        nonlocal ended
+        row = numbers(row) | {"step": len(rows)}
+        last, _ = rows[-1], rows.append(row)
         enough = budget.spent(row) >= budget.n
-        if not enough and max_seconds and time.perf_counter() - clock > max_seconds:
+        if not enough and max_seconds and Seconds(1).spent(row) >= max_seconds:
             enough, ended = True, "max_seconds"
-        if enough or every and every.spent(row) >= mark:
-            row |= evaluate()
-            if every:
-                mark = every.n * (every.spent(row) // every.n + 1)
+        crossed = every and every.spent(row) // every.n > every.spent(last) // every.n
+        if enough or crossed:
+            scores = evaluate()
+            row |= scores
+            if dir is not None:
+                keep_scores(dir / "scores.jsonl", len(rows) - 1, scores)
         return enough
 
-    if not advance(trainer, watch):
+    done = len(rows) > 1 and budget.spent(rows[-1]) >= budget.n
+    if not done and not advance(trainer, watch):
         ended = "tasks"
+    if ended == "tasks" or done:
         rows[-1] |= evaluate()
     return rows, ended
+
+
+def keep_scores(path: Path, step: int, scores: Mapping) -> None:
+    "Append held-out scores of a step."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    repair_tail(path)
+    with open(path, "ab") as f:
+        f.write(json_line(finite({"step": step, "scores": dict(scores)})))
+
+
+def kept_scores(path: Path, last: int) -> dict[int, dict]:
+    "Scores of the steps up to the last that is done; those of later ones are forgotten."
+    if not path.exists():
+        return {}
+    if not last:
+        path.unlink()
+        return {}
+    keep_until(path, last)
+    return {r["step"]: r["scores"] for r in read_jsonl(path)[0]}
 
 # %% ../nbs/15_compare.ipynb #495aea55
 def short_trace(
@@ -546,10 +568,6 @@ def make_trainer(
     import cloudpickle
 
     dir = Path(job["dir"]) / "run" if job["dir"] else None
-    if dir is not None and dir.exists():  # of an attempt that was cut off
-        import shutil
-
-        shutil.rmtree(dir)
     own = cloudpickle.loads(job["evaluate"]) if job["evaluate"] else None
     if job["make"]:
         trainer = cloudpickle.loads(job["make"])(job["seed"], dir)
@@ -577,6 +595,7 @@ def train_job(
             to_budget(job["eval_every"]),
             job["max_seconds"],
             start_scores(job, evaluate),
+            go_on(trainer, job),
         )
     finally:
         if hasattr(trainer, "close"):
@@ -584,6 +603,17 @@ def train_job(
     names = list(dict.fromkeys(k for r in rows for k in r))
     curve = {k: [r.get(k) for r in rows] for k in names}
     return result_of(job, ended=ended, curve=curve, wall=time.perf_counter() - begun)
+
+
+def go_on(
+    trainer,
+    job: Mapping,
+) -> Path | None:  # folder of the job, if its run can go on
+    "Load what an earlier attempt has saved; the evaluation before training comes first."
+    if job["make"] or not job["dir"]:
+        return None
+    trainer.open_run()
+    return Path(job["dir"])
 
 
 def start_scores(
@@ -687,7 +717,7 @@ def make_job(
 
 def is_fixed(key: str) -> bool:
     "True for keys of the base that a run replaces."
-    return key.startswith("run.") or key in (
+    return key.startswith(("run.", "checkpoint.")) or key in (
         "seed",
         "threads",
         "steps",
@@ -1283,7 +1313,11 @@ class Table:
                 + [span(r, "difference", sign), p, span(r, "better", lambda v: f"{v:.2f}")]
                 + [f"{r['spent']:,.0f}" if not math.isnan(r["spent"]) else ""]
             )
-            bold.append(bool(r["difference_low"] > 0 or r["difference_high"] < 0))
+            away = r["difference_low"] > 0 or r["difference_high"] < 0
+            bold.append(bool(away and not r["failed"]))
+        at = header.index(p_name)
+        if not any(r[at] for r in rows):  # too few seeds for any p
+            header, *rows = [[*r[:at], *r[at + 1 :]] for r in [header, *rows]]
         return header, rows, bold
 
     def __repr__(self):
@@ -1434,12 +1468,14 @@ def table_notes(
     ]
     if len(frame) > 1:
         out.append(
-            "Differences are paired by seed; p from the exact sign-flip test; P(better) with Newcombe's interval."
+            "Differences are paired by seed"
+            + ("; p from the sign-flip test" if frame["p"].notna().any() else "")
+            + "; P(better) with Newcombe's interval."
         )
     least = int(frame["n"].min())
     if least < 5:
         out.append(
-            f"Only {least} seeds: no p-value is given, and only differences of several standard deviations could show."
+            f"Only {least} {'seed' if least == 1 else 'seeds'}: no p-value is given, and only differences of several standard deviations could show."
         )
     elif least < 6 and len(frame) > 1:
         out.append("With 5 seeds the sign-flip test cannot go below p = 0.0625.")

@@ -56,9 +56,9 @@ def timed(f, clock="wall"):
 
 
 def pairs(ours, theirs, repeats, clock, long_s=5.0):
-    "Times of both, alternating; fewer pairs where one takes long."
+    "Times of both, alternating; fewer pairs where one takes long, more where both are short."
     a, b = [], []
-    while len(a) < repeats and sum(b) < long_s:
+    while (len(a) < repeats and sum(b) < long_s) or (len(a) < 5 * repeats and sum(b) < 0.2):
         t, x = timed(theirs, clock)
         b.append(t)
         t, y = timed(ours, clock)
@@ -118,8 +118,23 @@ def against_verl(a, rows):
                 verl.compute_grpo_outcome_advantage,
                 verl.compute_grpo_vectorized_outcome_advantage,
             )
+
+            def verl_gdpo_fast(columns=columns, ids=ids, mask=mask, fast=fast):
+                "verl's GDPO with its vectorised function per reward instead of the loop."
+                total = 0
+                for k in range(columns.shape[1]):
+                    one = torch.zeros_like(mask)
+                    one[:, -1] = torch.from_numpy(columns[:, k])
+                    total = total + fast(one, mask, ids)[0]
+                return verl.verl_F.masked_whiten(total, mask) * mask
+
             cases = [
                 ("GRPO, verl vectorised", our_grpo, lambda f=fast: f(tokens, mask, ids)[0]),  # noqa: B023
+                (
+                    "GDPO R=3, verl vectorised per reward",
+                    lambda r=3: our_gdpo(r),  # noqa: B023
+                    verl_gdpo_fast,
+                ),
                 ("GRPO, verl loop", our_grpo, lambda f=loop: f(tokens, mask, ids)[0]),  # noqa: B023
             ]
             cases += [
@@ -162,7 +177,9 @@ def against_copy(a, rows):
     ops = [("grpo", grpo), ("mo_grpo", mo_grpo), ("gdpo", gdpo), ("group_stats", group_stats)]
     cases = [(f"{name} R=4", lambda f=f: f(x, ids)) for name, f in ops]
     moved, moved_ids = x[perm], ids[perm]
-    cases.append(("gdpo R=4, shuffled rows", lambda: gdpo(moved, moved_ids)))
+    cases += [
+        (f"{f.__name__} R=4, shuffled rows", lambda f=f: f(moved, moved_ids)) for f in (grpo, gdpo)
+    ]
     for name, ours in cases:
         ours()
         mine, peer, *_ = pairs(ours, copy, 3 * a.repeats, a.clock)

@@ -1,0 +1,689 @@
+"Diffusion policies and motion tasks: samplers, scoring, guidance, padding, windows, storage, and runs through the trainer."
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from grpo_nb.core import concat, seeded
+from grpo_nb.losses import Clip, LossConfig
+from grpo_nb.motion import (
+    MotionMLP,
+    Recordings,
+    beat,
+    beat_policy,
+    beat_share,
+    beat_tasks,
+    find_basic_motions,
+    generated_recordings,
+    load_basic_motions,
+    motion_config,
+    new_model,
+    pretrain,
+    reach,
+    reach_flow_sampler,
+    reach_paths,
+    reach_policy,
+    reach_reward,
+    reach_tasks,
+)
+from grpo_nb.policies.diffusion import (
+    DiffusionPolicy,
+    Sampler,
+    clean_and_noise,
+    compute_grpo_loss,
+    ddim,
+    ddim_sampler,
+    ddpm,
+    ddpm_sampler,
+    effective_clip,
+    flow_sampler,
+    gaussian_kl,
+    gaussian_logp,
+    get_batch_log_prob,
+    over_dims,
+    per_row,
+    sample_with_trajectory,
+    slide_window,
+)
+from grpo_nb.trainer import GRPO, GRPOConfig, build_config, completion_metrics, sample_table
+from grpo_nb.update import KLStop, RatioMismatch, UpdateConfig, check_on_policy, update
+
+SAMPLERS = {
+    "ddpm": ddpm_sampler(6),
+    "ddpm_eps": ddpm_sampler(6, prediction="eps"),
+    "ddpm_v": ddpm_sampler(6, prediction="v"),
+    "ddim": ddim_sampler(6, 100, eta=0.7),
+    "flow": flow_sampler(6),
+    "flow_x0": flow_sampler(6, prediction="x0"),
+    "flow_last": flow_sampler(6, final_noise=True),
+    "dance": flow_sampler(6, "dance"),
+    "cps": flow_sampler(6, "cps", shift=3.0),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, frames=4, dtype=torch.float32, dropout=0.0):
+        super().__init__()
+        self.inner = nn.Linear(frames * 2 + 4, 16, dtype=dtype)
+        self.outer = nn.Linear(16, frames * 2, dtype=dtype)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x, time, condition, frames=None):
+        x_in = x if frames is None else x * frames[:, :, None]
+        h = torch.cat([x_in.flatten(1), time[:, None] / 10, condition], 1).to(x.dtype)
+        return self.outer(self.dropout(torch.tanh(self.inner(h)))).view_as(x)
+
+
+def make(sampler="ddpm", seed=0, frames=4, dtype=torch.float32, dropout=0.0, **kw):
+    sampler = SAMPLERS[sampler] if isinstance(sampler, str) else sampler
+    net = new_model(Net, seed, frames=frames, dtype=dtype, dropout=dropout)
+    return DiffusionPolicy(net, sampler, (frames, 2), "goal", **kw)
+
+
+TASKS = [
+    SimpleNamespace(prompt=f"task {i}", columns={"goal": [0.5 * i, 1.0, -1.0], "frames": 4 - i})
+    for i in range(3)
+]
+ADVANTAGE = torch.tensor([1.0, -1.0, 0.5, -0.5] * 3)
+
+
+def shifted(policy, by=0.05):
+    other = policy.copy()
+    with torch.no_grad():
+        other.model.outer.bias += by
+    return other
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_recomputed_log_probs_equal_the_sampled_ones(name):
+    p = make(name)
+    r = p.sample(TASKS, 4, seeded(0, "x"))
+    assert check_on_policy(p, r) < 1e-4
+    assert p.kl_old(r) < 1e-8
+    assert not any(v.requires_grad for v in r.columns().values() if isinstance(v, torch.Tensor))
+    assert all(v.dtype == torch.float32 for k, v in r.states.items() if k in ("latents", "mean"))
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_only_the_last_step_is_deterministic(name):
+    std, noisy = SAMPLERS[name].std_T, make(name).noisy_steps
+    last = name != "flow_last"
+    assert noisy == list(range(6 - last)) and ((std > 0).sum() == 6 - last)
+
+
+@pytest.mark.parametrize("name", ["ddpm", "ddim", "flow", "dance", "cps"])
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_gradient_agrees_with_finite_differences(name, reduce):
+    p = make(name, dtype=torch.float64, reduce=reduce)
+    r = p.sample(TASKS[:2], 2, seeded(0, "x"))
+    w = torch.randn(r.mask_NS.shape, generator=seeded(0, "w"), dtype=torch.float64)
+    other = p.copy()
+    with torch.no_grad():
+        other.model.outer.weight += 0.1
+    for value in (lambda: (p.logp(r) * w).sum(), lambda: (p.kl(r, other) * w).sum()):
+        params = p.parameters()
+        grads = torch.autograd.grad(value(), params)
+        for q, g in zip(params, grads):
+            for i in (0, q.numel() - 1):
+                flat = q.data.view(-1)
+                flat[i] += 1e-5
+                up = value().item()
+                flat[i] -= 2e-5
+                down = value().item()
+                flat[i] += 1e-5
+                want = (up - down) / 2e-5
+                assert g.view(-1)[i].item() == pytest.approx(want, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2, 4, 8])
+@pytest.mark.parametrize("scheme", ["fixed", "progressive"])
+@pytest.mark.parametrize("reduce", ["sum", "mean", "trajectory"])
+def test_zero_learning_rate_keeps_every_ratio_at_one(num_epochs, scheme, reduce):
+    p = make(reduce=reduce)
+    r = p.sample(TASKS, 4, seeded(0, "x"))
+    config = UpdateConfig(num_epochs=num_epochs, scheme=scheme, minibatch_size=8)
+    optimizer = torch.optim.SGD(p.parameters(), 0.0)
+    f = update(p, r, ADVANTAGE, optimizer, config, generator=seeded(0, "m")).frame()
+    assert len(f) == 2 * num_epochs
+    assert (f["ratio/min"] - 1).abs().max() < 1e-5 and (f["ratio/max"] - 1).abs().max() < 1e-5
+    assert f["clip_ratio/region_mean"].max() == 0 and f["kl_old/exact"].max() < 1e-9
+    assert f["kl_old/k3"].max() < 1e-9 and (f["grad_norm"] > 0).all()
+
+
+def test_after_one_real_step_the_second_epoch_has_other_ratios():
+    p = make()
+    r = p.sample(TASKS, 4, seeded(0, "x"))
+    f = update(
+        p, r, ADVANTAGE, torch.optim.Adam(p.parameters(), 0.01), UpdateConfig(num_epochs=2)
+    ).frame()
+    assert f["ratio/max"][0] == pytest.approx(1, abs=1e-5)
+    assert f["ratio/max"][1] - f["ratio/min"][1] > 0.05 and f["kl_old/exact"][1] > 1e-4
+    assert (f["loss"][0]) == pytest.approx(0, abs=1e-5) and f["grad_norm"][0] > 1e-3
+
+
+def test_progressive_and_fixed_differ_from_the_third_epoch_on():
+    frames = {}
+    for scheme in ("fixed", "progressive"):
+        p = make()
+        r = p.sample(TASKS, 4, seeded(0, "x"))
+        config = UpdateConfig(num_epochs=3, scheme=scheme)
+        frames[scheme] = update(
+            p, r, ADVANTAGE, torch.optim.SGD(p.parameters(), 0.02), config
+        ).frame()
+    spread = {k: f["ratio/max"] - f["ratio/min"] for k, f in frames.items()}
+    assert spread["progressive"][1] < 1e-5 < 0.01 < spread["fixed"][1]
+    assert (spread["progressive"] < 1e-5).all()
+    assert (
+        frames["progressive"]["kl_old/exact"][2] > 0
+    )  # the drift is there, the ratio does not see it
+
+
+def test_early_stop_uses_the_exact_kl_and_always_takes_one_step():
+    p = make()
+    r = p.sample(TASKS, 4, seeded(0, "x"))
+    config = UpdateConfig(num_epochs=30, kl_stop=KLStop(1e-6, stat="exact"))
+    report = update(p, r, ADVANTAGE, torch.optim.Adam(p.parameters(), 0.01), config)
+    assert (report.done, len(report.rows)) == (1, 2)
+    assert report.rows[1]["kl_old/exact"] == pytest.approx(p.kl_old(r), rel=1e-4)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "trajectory"])
+def test_exact_kl_is_symmetric_and_agrees_with_samples(reduce):
+    p = make(reduce=reduce)
+    r = p.sample(TASKS, 1000, seeded(0, "x"))
+    q = shifted(p, 0.02)
+    kl = p.kl(r, q)
+    assert torch.allclose(kl, q.kl(r, p), atol=1e-6) and (kl >= 0).all()
+    if reduce == "trajectory":
+        assert kl.shape == (len(r), 1)
+    if reduce != "mean":
+        log_r = (q.logp(r) - r.old_logp_NS).detach()
+        error = 4 * log_r.std() / log_r.numel() ** 0.5
+        assert abs(-log_r.mean() - kl.mean()) < error
+        assert log_r.var().item() == pytest.approx(2 * kl.mean().item(), rel=0.5)
+
+
+def test_kl_golden_and_left_shift():
+    new, old, std = torch.full((1, 4), 0.1), torch.zeros(1, 4), torch.tensor([0.5])
+    assert gaussian_kl(new, old, std).item() == pytest.approx(0.08, rel=1e-5)
+    y = torch.randn(400_000, 1, generator=seeded(0, "y"))
+    shift, one = torch.full((1, 1), 0.5), torch.ones(1)
+    log_r = gaussian_logp(y, shift, one) - gaussian_logp(y, torch.zeros(1, 1), one)
+    assert log_r.mean().item() == pytest.approx(-0.125, abs=0.004)
+    assert log_r.var().item() == pytest.approx(0.25, abs=0.004)
+    assert log_r.exp().median().item() == pytest.approx(math.exp(-0.125), abs=0.005)
+
+
+def test_step_goldens():
+    d = lambda v: torch.tensor([v], dtype=torch.float64)
+    x0, eps = clean_and_noise(d(0.3), d(1.0), d(0.5).sqrt(), d(0.5).sqrt(), "eps")
+    mean, std = ddim(d(1.0), x0, eps, d(0.5), d(0.6), 1.0)
+    assert (mean.item(), std.item()) == (
+        pytest.approx(1.017985, abs=1e-6),
+        pytest.approx(0.365148, abs=1e-6),
+    )
+    for scheme, level, want in (
+        ("flow", 0.7, (0.88875, 0.221359)),
+        ("dance", 0.3, (0.93875, 0.0948683)),
+        ("cps", 0.7, (0.676995, 0.356403)),
+    ):
+        s = Sampler(scheme, (0.5,), (0.5,), (0.4,), "flow", level, final_noise=True)
+        got = s.step(d(1.0)[:, None], d(0.5)[:, None], torch.tensor([0]))
+        assert [v.item() for v in got] == pytest.approx(want, abs=1e-6)
+
+
+@given(st.floats(0.01, 0.98), st.floats(0.001, 0.999), st.integers(0, 10**6))
+@settings(max_examples=40)
+def test_ddim_with_eta_one_is_ddpm(now, part, seed):
+    then = now + (1 - now) * part
+    g = seeded(seed, "ddim")
+    x, x0 = torch.randn(2, 1, 3, generator=g, dtype=torch.float64)
+    now, then = (torch.tensor([v], dtype=torch.float64) for v in (now, then))
+    eps = (x - now.sqrt() * x0) / (1 - now).sqrt()
+    a, b = ddpm(x, x0, eps, now, then), ddim(x, x0, eps, now, then, 1.0)
+    assert torch.allclose(a[0], b[0], atol=1e-9) and torch.allclose(a[1], b[1], atol=1e-9)
+
+
+@given(st.integers(1, 60), st.floats(1.0, 5.0), st.sampled_from(["flow", "dance", "cps"]))
+@settings(max_examples=30)
+def test_flow_samplers_run_from_one_to_zero(steps, shift, scheme):
+    s = flow_sampler(steps, scheme, shift=shift)
+    assert s.level_T[0] == 1 and s.next_T[-1] == 0 and s.level_T[1:] == s.next_T[:-1]
+    assert s.std_T.isfinite().all() and (s.std_T[:-1] > 0).all() and s.std_T[-1] == 0
+
+
+@given(st.integers(1, 200), st.floats(1e-5, 0.5))
+@settings(max_examples=30)
+def test_effective_clip_is_consistent_between_conventions(dims, width):
+    by_mean = effective_clip(width, dims, "mean")["true_ratio"]
+    if by_mean < 1e6:
+        back = effective_clip(by_mean - 1, dims, "sum")["width_per_dim"]
+        assert back == pytest.approx(width, rel=1e-6)
+
+
+def test_clip_ranges_of_the_literature():
+    assert effective_clip(1e-4, 16384, "mean")["true_ratio"] == pytest.approx(5.147, abs=1e-3)
+    assert effective_clip(0.01, 16384, "mean")["true_ratio"] == pytest.approx(6.33e70, rel=1e-3)
+    assert effective_clip(0.2, 51548)["width_per_dim"] == pytest.approx(3.54e-6, rel=1e-2)
+    assert effective_clip(0.2, 51548 * 50)["width_per_dim"] == pytest.approx(7.07e-8, rel=1e-3)
+    assert 1e-6 * 51548 * 50 == pytest.approx(2.577, abs=1e-3)
+
+
+def test_a_ratio_per_trajectory_is_refused_where_it_cannot_work():
+    with pytest.raises(ValueError, match="multiplies 257,740 densities"):
+        make(frames=25774, reduce="trajectory")
+    p = make(reduce="trajectory")
+    r = p.sample(TASKS, 2, seeded(0, "x"))
+    assert r.mask_NS.shape == (6, 1)
+
+
+@pytest.mark.parametrize("name", ["ddim", "flow", "dance", "cps"])
+def test_eta_zero_is_refused_and_greedy_works(name):
+    from dataclasses import replace
+
+    s = replace(SAMPLERS[name], noise=0.0)
+    with pytest.raises(ValueError, match="no log-probabilities"):
+        make(s)
+    with pytest.raises(ValueError, match="no density"):
+        gaussian_logp(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1))
+    p = make(name)
+    a, b = (p.sample(TASKS, 1, seeded(k, "x"), greedy=True) for k in (0, 0))
+    assert torch.equal(torch.stack(a.outputs), torch.stack(b.outputs)) and a.mask_NS.numel() == 0
+
+
+def test_detached_trajectories_have_a_gradient_and_attached_ones_have_none():
+    p = make()
+    r = p.sample(TASKS, 4, seeded(0, "x"))
+    x, c, at = r.states["latents"][:, 0], r.states["condition"], torch.zeros(12, dtype=torch.long)
+    norms = {}
+    for attached in (True, False):
+        mean, std = p.sampler.step(x, p.denoise(x, at, c), at)
+        y = mean + per_row(std, mean) * torch.randn(x.shape, generator=seeded(1, "e"))
+        z = ((y if attached else y.detach()) - mean) / per_row(std, mean)
+        grads = torch.autograd.grad((-0.5 * z * z).sum(), p.parameters())
+        norms[attached] = sum(g.norm() for g in grads).item()
+        if attached:
+            with pytest.raises(ValueError, match="Detach"):
+                gaussian_logp(y, mean, std)
+    assert norms[True] < 1e-4 * norms[False]
+
+
+def test_dropout_stays_off_and_functional_dropout_is_noticed():
+    p = make(dropout=0.1)
+    p.model.train()
+    r = p.sample(TASKS, 4, seeded(0, "x"))
+    p.model.train()
+    assert check_on_policy(p, r) < 1e-5
+    p.model.dropout.forward = lambda h: nn.functional.dropout(h, 0.1, training=True)
+    with pytest.raises(RatioMismatch, match="dropout or condition dropping"):
+        check_on_policy(p, r)
+    with pytest.raises(RatioMismatch):
+        update(p, r, ADVANTAGE, torch.optim.SGD(p.parameters(), 0.1))
+
+
+def test_a_missing_hint_of_train_mode_dropout_is_as_large_as_reported():
+    model = MotionMLP(dropout=0.1)
+    p = DiffusionPolicy(new_model(MotionMLP, 0, dropout=0.1), ddpm_sampler(20), (16, 2), "goal")
+    assert model.config["dropout"] == 0.1
+    r = p.sample(reach_tasks(8, seeded(0, "t")), 8, seeded(0, "x"))
+    assert check_on_policy(p, r) < 1e-4
+    x, y, step, std, c, *_ = p._pairs(r)
+    p.model.train()
+    lp = gaussian_logp(y, p._means(x, step, c, None), std).view(r.mask_NS.shape)
+    assert (lp - r.old_logp_NS).sum(1).std() > 0.1
+
+
+@pytest.mark.parametrize("detach", [False, True])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
+def test_guidance_is_the_same_in_sampling_and_scoring(scale, detach):
+    p = make(guidance=scale, null_condition=[0.0, 0.0, 0.0], detach_null=detach)
+    r = p.sample(TASKS, 4, seeded(0, "x"))
+    assert check_on_policy(p, r) < 1e-4
+    other = make(guidance=scale + 0.5, null_condition=torch.zeros(3))
+    with pytest.raises(ValueError, match="guidance"):
+        other.logp(r)
+
+
+def test_detaching_the_unconditional_branch_changes_the_gradient_only():
+    values, grads = [], []
+    for detach in (False, True):
+        p = make(guidance=3.0, null_condition=torch.zeros(3), detach_null=detach)
+        r = p.sample(TASKS, 4, seeded(0, "x"))
+        lp = p.logp(r)
+        values.append(lp.detach())
+        grads.append(torch.autograd.grad((lp * ADVANTAGE[:, None]).sum(), p.model.outer.bias)[0])
+    assert torch.allclose(*values, atol=1e-4) and not torch.allclose(*grads, atol=1e-2)
+
+
+def test_steps_of_another_sampler_are_refused():
+    r = make("flow").sample(TASKS, 2, seeded(0, "x"))
+    for other in (make("ddpm"), make(flow_sampler(6, noise=0.5)), make(flow_sampler(6, shift=3.0))):
+        with pytest.raises(ValueError, match="another schedule or noise level"):
+            other.logp(r)
+    with pytest.raises(ValueError, match="steps up to"):
+        make(flow_sampler(3)).logp(r)
+
+
+@given(st.integers(0, 10**6), st.booleans())
+@settings(max_examples=10)
+def test_a_permutation_of_samples_permutes_the_scores(seed, padded):
+    p = make(lengths="frames" if padded else None)
+    r = p.sample(TASKS, 3, seeded(seed, "x"))
+    order = torch.randperm(len(r), generator=seeded(seed, "order"))
+    assert torch.allclose(p.logp(r[order]), p.logp(r)[order], atol=1e-5)
+    assert torch.allclose(shifted(p).kl(r[order], p), shifted(p).kl(r, p)[order], atol=1e-6)
+
+
+def test_indices_off_by_one_are_noticed():
+    p = make()
+    r = p.sample(TASKS, 4, seeded(0, "x"))
+    states = dict(r.states)
+    states["latents"] = states["latents"].roll(1, 1)
+    with pytest.raises(RatioMismatch):
+        check_on_policy(p, r.replace(states=states))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 60, 1000])
+def test_chunks_change_neither_values_nor_gradients(chunk):
+    whole, parts = make(), make(chunk=chunk)
+    r = whole.sample(TASKS, 4, seeded(0, "x"))
+    same = parts.sample(TASKS, 4, seeded(0, "x"))
+    assert torch.allclose(r.states["latents"], same.states["latents"], atol=1e-6)
+    grads = []
+    for p in (whole, parts):
+        lp = p.logp(r)
+        grads.append(torch.autograd.grad((lp * ADVANTAGE[:, None]).sum(), p.parameters()))
+        assert torch.allclose(lp, r.old_logp_NS, atol=1e-5)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*grads))
+
+
+def test_micro_batches_give_the_same_update():
+    after = []
+    for micro in (None, 10):
+        p = make()
+        r = p.sample(TASKS, 4, seeded(0, "x"))
+        config = UpdateConfig(num_epochs=2, micro_tokens=micro)
+        report = update(p, r, ADVANTAGE, torch.optim.SGD(p.parameters(), 0.05), config)
+        after.append((p.model.outer.bias.detach(), report.rows[1]["kl_old/exact"]))
+    assert torch.allclose(after[0][0], after[1][0], atol=1e-5)
+    assert after[0][1] == pytest.approx(after[1][1], rel=1e-4)
+
+
+def test_padding_cannot_leak_and_lengths_weigh_fairly():
+    p = make(lengths="frames")
+    r = p.sample(TASKS, 2, seeded(0, "x"))
+    assert [len(o) for o in r.outputs] == [4, 4, 3, 3, 2, 2]
+    hole = ~r.states["frames"][:, None, :, None]
+    for junk in (7.0, float("nan")):
+        states = dict(r.states) | {"latents": torch.where(hole, junk, r.states["latents"])}
+        if math.isnan(junk):  # a module must not look at padding; the reduction does not
+            x = states["latents"][:, 0]
+            mask = r.states["frames"][:, :, None]
+            assert over_dims(x, mask).isfinite().all()
+        else:
+            assert torch.allclose(p.logp(r.replace(states=states)), p.logp(r), atol=1e-5)
+    kl = shifted(p).kl(r, p).sum(1)
+    assert torch.allclose(kl / torch.tensor([4, 4, 3, 3, 2, 2]), (kl[0] / 4).expand(6), rtol=1e-3)
+    q = make(lengths="frames", reduce="mean")
+    s = q.sample(TASKS, 2, seeded(0, "x"))
+    want = r.old_logp_NS / (2 * r.states["frames"].sum(1, keepdim=True))
+    assert torch.allclose(s.old_logp_NS, want, atol=1e-6)
+    with pytest.raises(ValueError, match="between 1 and the 4 frames"):
+        p.sample(
+            [SimpleNamespace(prompt="", columns={"goal": [0.0] * 3, "frames": 5})], 2, seeded(0)
+        )
+
+
+def test_windows_and_fractions():
+    p = make(window=(1, 2))
+    r = p.sample(TASKS, 4, seeded(0, "x"))
+    assert r.states["step"].unique().tolist() == [1, 2] and r.states["latents"].shape[1] == 3
+    assert check_on_policy(p, r) < 1e-5
+    slide_window(2, every=5)(SimpleNamespace(policy=p, step_done=5))
+    assert p.window == (1, 2)
+    slide_window(2, every=5)(SimpleNamespace(policy=p, step_done=500))
+    assert p.window == (3, 2)
+    both = concat([r, p.sample(TASKS, 4, seeded(1, "x"))])
+    assert check_on_policy(p, both) < 1e-5
+    q = make(fraction=0.4)
+    r = q.sample(TASKS, 100, seeded(0, "x"))
+    assert r.states["step"].shape == (300, 2) and (r.states["step"].diff(dim=1) > 0).all()
+    count = torch.bincount(r.states["step"].flatten(), minlength=5) / 300
+    assert ((count - 0.4).abs() < 0.12).all()
+    assert check_on_policy(q, r) < 1e-5
+    with pytest.raises(ValueError, match="first step, count"):
+        make(window=(-1, 2))
+
+
+def test_a_random_part_of_the_steps_estimates_the_mean_over_all():
+    full, grads = make(), []
+    r = full.sample(TASKS, 400, seeded(0, "x"))
+    a = ADVANTAGE.repeat(100)[:, None]
+    want = torch.autograd.grad((full.logp(r) * a).mean(), full.model.outer.bias)[0]
+    part = make(fraction=0.6)
+    for k in range(20):
+        s = part.sample(TASKS, 400, seeded(0, "x"))
+        keep = torch.rand(s.mask_NS.shape[0], 5, generator=seeded(k, "keep")).argsort(1)[:, :3]
+        lp = full.logp(r).gather(1, keep.sort(1).values)
+        grads.append(torch.autograd.grad((lp * a).mean(), full.model.outer.bias)[0])
+    g = torch.stack(grads)
+    assert ((g.mean(0) - want).abs() < 5 * g.std(0) / 20**0.5 + 1e-6).all()
+
+
+def test_half_precision_is_scored_in_float32():
+    p = make()
+    p.model.bfloat16()
+    r = p.sample(TASKS, 4, seeded(0, "x"))
+    assert r.states["latents"].dtype == r.states["mean"].dtype == torch.float32
+    assert check_on_policy(p, r, tol=0.05) <= 0.05
+
+
+def test_differences_of_huge_sums_stay_exact():
+    n = 1_000_000
+    y = torch.randn(1, n, generator=seeded(0, "y"))
+    old, new = torch.zeros(1, n), torch.full((1, n), 1e-4)
+    z = lambda m: (y - m).double()
+    want = ((z(old).square() - z(new).square()).sum() / 2).item()
+    got = gaussian_logp(y, new, torch.ones(1)) - gaussian_logp(y, old, torch.ones(1))
+    assert got.item() == pytest.approx(want, abs=1e-3)
+
+
+def test_the_kl_has_a_gradient_and_the_penalty_pulls_back():
+    p = make()
+    r = p.sample(TASKS, 4, seeded(0, "x"))
+    q = shifted(p, 0.3)
+    q.model.requires_grad_(True)
+    (g,) = torch.autograd.grad(q.kl(r, p).mean(), q.model.outer.bias)
+    assert (g > 0).all()  # downhill leads back
+    moved = {}
+    for coef in (0.0, 1.0):
+        q = shifted(p, 0.3)
+        q.model.requires_grad_(True)
+        rollout = q.sample(TASKS, 4, seeded(0, "x"))
+        config = UpdateConfig(loss=LossConfig(kl_coef=coef))
+        update(q, rollout, ADVANTAGE, torch.optim.SGD(q.parameters(), 0.05), config, reference=p)
+        moved[coef] = q.model.outer.bias.detach()
+    assert not torch.allclose(moved[0.0], moved[1.0])
+
+
+def test_storage_without_pickle(tmp_path):
+    p = reach_policy(0, steps=5, window=(2, 3), reduce="mean", chunk=64)
+    p.save_pretrained(tmp_path)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["model.safetensors", "policy.json"]
+    json.loads((tmp_path / "policy.json").read_text())
+    q = DiffusionPolicy.from_pretrained(tmp_path)
+    assert (q.window, q.reduce, q.chunk, q.sampler) == ((2, 3), "mean", 64, p.sampler)
+    r = p.sample(reach_tasks(3, seeded(0, "t")), 2, seeded(0, "x"))
+    assert torch.equal(p.logp(r), q.logp(r))
+    other = reach_policy(1, steps=1)
+    other.load_state_dict(p.state_dict())
+    assert other.window == (2, 3)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), p.parameters()))
+    assert DiffusionPolicy.from_pretrained(tmp_path, reduce="sum").reduce == "sum"
+    make().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="pass model="):
+        DiffusionPolicy.from_pretrained(tmp_path)
+    assert DiffusionPolicy.from_pretrained(tmp_path, Net()).condition == "goal"
+
+
+def test_copies_are_frozen_and_do_not_follow():
+    p = make()
+    ref = p.copy()
+    r = p.sample(TASKS, 2, seeded(0, "x"))
+    with torch.no_grad():
+        p.model.outer.bias += 1
+    assert not ref.parameters() and torch.allclose(ref.logp(r), r.old_logp_NS, atol=1e-5)
+
+
+def test_aliases_of_the_original():
+    p = make()
+    out = sample_with_trajectory(p, TASKS, 4, seeded(0, "x"))
+    assert out["latents_sequence"].shape == (12, 6, 4, 2)
+    lp = get_batch_log_prob(p, out["rollout"])
+    loss, stats = compute_grpo_loss(lp, out["log_prob"], ADVANTAGE, 0.2, dims=8)
+    loss.backward()
+    assert stats["ratio/max"] == pytest.approx(1, abs=1e-4) and "clip/width_per_dim" in stats
+    with pytest.raises(ValueError, match="requires grad"):
+        compute_grpo_loss(lp, get_batch_log_prob(p, out["rollout"]), ADVANTAGE)
+
+
+# --- motion tasks
+
+
+def test_reach_task_has_the_numbers_of_its_description():
+    paths, goals = reach_paths(8000, seeded(0, "p"))
+    assert reach_reward(paths, goals).mean().item() == pytest.approx(-0.947, abs=0.03)
+    assert sum(p.numel() for p in MotionMLP().parameters()) == 27_328
+    assert [round(v, 3) for v in ddpm_sampler(10).std_T[[0, 8]].tolist()] == [0.987, 0.144]
+
+
+@pytest.fixture(scope="module")
+def base():
+    return reach_policy(0, steps=300)
+
+
+def trained(base, steps=8, sampler=None, callbacks=(), seed=0, lr=3e-4, **kw):
+    policy = base.copy()
+    policy.model.requires_grad_(True)
+    for k in ("reduce", "window", "fraction"):
+        if k in kw:
+            setattr(policy, k, kw.pop(k))
+    config = build_config(GRPOConfig, motion_config(seed, steps, lr, 8, 8, **kw))
+    tasks = reach_tasks(512, seeded(seed, "train"))
+    held_out = reach_tasks(64, seeded(0, "held out"))
+    return GRPO(policy, tasks, {"reach": reach}, config, held_out, callbacks=callbacks)
+
+
+def test_the_trainer_needs_nothing_special(base, tmp_path):
+    trainer = trained(base, num_epochs=2)
+    before = trainer.evaluate(samples=4).values["sampled"][0]
+    greedy = trainer.evaluate(samples=0) if trainer.config.eval.greedy else None
+    assert greedy is None
+    trainer.config.run.dir = str(tmp_path / "run")
+    trainer.fit()
+    assert trainer.evaluate(samples=4).values["sampled"][0] > before + 0.03
+    rollout, values, report = trainer._last
+    assert completion_metrics(rollout)["completions/mean_length"] == 9
+    table = sample_table(rollout, values, 4)
+    assert table["prompt"][0].startswith("reach (") and len(table["completion"]) == 4
+    assert all(r["upd/first_logp_diff"] < 1e-4 for r in trainer.history)
+    assert all(r["updates_per_rollout"] == 2 for r in trainer.history)
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window": (0, 3)}, {"fraction": 0.5}, {"reduce": "mean", "loss": {"clip": {"low": 0.005}}}],
+    ids=["window", "fraction", "mean"],
+)
+def test_options_train_as_well(base, options):
+    trainer = trained(base, num_epochs=2, **options)
+    trainer.fit()
+    assert all(math.isfinite(r["loss"]) and r["upd/n_done"] == 2 for r in trainer.history)
+    assert trainer.history[-1]["kl_old/exact"] > 0
+
+
+def test_a_sliding_window_moves_with_the_steps(base):
+    trainer = trained(base, window=(0, 3), callbacks=[slide_window(3, every=2)])
+    trainer.fit()
+    assert trainer.policy.window == (4, 3)
+
+
+def test_greedy_evaluation_is_noise_free(base):
+    trainer = trained(base)
+    trainer.config.eval.greedy = True
+    scores = trainer.evaluate(samples=2)
+    assert set(scores.values) == {"greedy", "sampled"}
+
+
+def test_a_flow_can_be_taught():
+    sampler = reach_flow_sampler()
+    model = new_model(MotionMLP, 0)
+    first = pretrain(model, sampler, reach_paths, seeded(0, "a"), steps=30)
+    assert pretrain(model, sampler, reach_paths, seeded(0, "b"), steps=100) < 0.7 * first
+    p = DiffusionPolicy(model, sampler, (16, 2), "goal")
+    assert check_on_policy(p, p.sample(reach_tasks(8, seeded(0, "t")), 4, seeded(0, "x"))) < 1e-4
+
+
+def test_beat_share_of_known_motions():
+    time = torch.arange(40) / 10
+    pure = torch.sin(2 * torch.pi * time + 0.3)[:, None].expand(-1, 6)
+    other = torch.sin(4 * torch.pi * time)[:, None].expand(-1, 6)
+    assert beat([pure, pure[:25], other]) == pytest.approx([1, 1, 0], abs=1e-6)
+    clip = torch.randn(5, 40, 6, generator=seeded(0, "c"))
+    mask = torch.arange(40) < torch.tensor([40, 30, 25, 38, 40])[:, None]
+    share = beat_share(clip, mask)
+    assert (share > 0).all() and (share < 1).all()
+    clip[~mask] = 9.0
+    assert torch.allclose(beat_share(clip, mask), share)  # padding does not count
+    assert torch.allclose(beat_share(3 * clip + 2, mask), share)  # neither size nor offset
+
+
+def test_generated_recordings_train_a_policy_with_padding():
+    recordings = generated_recordings()
+    p = beat_policy(recordings, steps=30)
+    tasks = beat_tasks(6, recordings, seeded(0, "t"))
+    r = p.sample(tasks, 3, seeded(0, "x"))
+    assert [len(o) for o in r.outputs[::3]] == [t.columns["frames"] for t in tasks]
+    assert check_on_policy(p, r, 1e-3) < 1e-3
+    config = build_config(GRPOConfig, motion_config(steps=2, tasks=4, samples=4, num_epochs=2))
+    trainer = GRPO(p, tasks, {"beat": beat}, config).fit()
+    assert all(math.isfinite(row["loss"]) for row in trainer.history)
+
+
+def test_missing_recordings_say_how_to_get_them(tmp_path, monkeypatch):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    hide = lambda name, *a: None if name == "aeon" else real(name, *a)
+    monkeypatch.setattr(importlib.util, "find_spec", hide)
+    with pytest.raises(ValueError, match="pip install --no-deps aeon==1.6.0"):
+        load_basic_motions()
+    with pytest.raises(ValueError, match="BasicMotions_TRAIN.ts and BasicMotions_TEST.ts"):
+        find_basic_motions(tmp_path)
+
+
+def test_the_recordings_of_the_wheel():
+    try:
+        parts = load_basic_motions()
+    except ValueError as e:
+        pytest.skip(str(e))
+    train, test = parts["train"], parts["test"]
+    assert isinstance(train, Recordings) and train.values.shape == test.values.shape == (30, 100, 6)
+    assert torch.allclose(train.values.flatten(0, 1).std(0), torch.ones(6), atol=1e-4)
+    assert torch.equal(train.unit_C, test.unit_C) and train.names[1] == "Running"
+    clips, _, mask = train.draw(400, seeded(0, "c"))
+    assert 0.1 < beat_share(clips, mask).mean() < 0.3
+    with pytest.raises(ValueError, match="there are"):
+        load_basic_motions(activities=("Swimming",))
+
+
+def test_clip_and_reduce_are_reported_by_the_policy():
+    assert "D = 8, reduce 'mean'" in repr(make(reduce="mean"))
+    assert Clip(0.2).bounds() == (0.8, 1.2)
