@@ -34,6 +34,7 @@ class Siblings:
     add: Callable[[Tensor], Tensor]  # sum over siblings, broadcastable to its input
     least: Callable[[Tensor], Tensor]  # minimum over siblings
     raw_singles: bool = False  # a lone sample keeps its raw reward (verl) instead of 0
+    short: bool = False  # values have float32's 24 bits or fewer, so sums of equal ones are exact
 
     @property
     def count(self) -> Tensor:
@@ -49,25 +50,33 @@ class Siblings:
         "The weighted sum of the raw rewards; a sample is valid if any component is."
         if list(weights) == [1.0]:
             return self
-        x = self.x_RKGP[:1] * weights[0]
-        for k, w in enumerate(weights[1:], 1):
-            more = self.x_RKGP[k : k + 1]
-            x += more if w == 1 else more * w
+        part = lambda k: (
+            self.x_RKGP[k : k + 1] if weights[k] == 1 else self.x_RKGP[k : k + 1] * weights[k]
+        )
+        x = part(0) if len(weights) == 1 else part(0) + part(1)
+        for k in range(2, len(weights)):
+            x += part(k)
         ok = None if self.ok_RKGP is None else self.ok_RKGP.any(0, keepdim=True)
-        return replace(self, x_RKGP=x, ok_RKGP=ok)
+        return replace(self, x_RKGP=x, ok_RKGP=ok, short=False)
 
-    def deviations(self) -> tuple[Tensor, Tensor, Tensor]:  # d (R, K, G, P), count, sum of d^2
+    def deviations(
+        self,
+        keep: bool = True,  # False: the rewards are not needed any more and may be overwritten
+    ) -> tuple[Tensor, Tensor, Tensor]:  # d (R, K, G, P), count, sum of d^2
         "Distance of each reward from its group's mean; exactly 0 in a constant group."
         x, ok, n = self.x_RKGP, self.ok_RKGP, self.count
         if ok is None:
-            # a member of the group as origin: in a constant group every distance is exactly 0
-            d = x - x[..., :1, :]
-            d -= self.add(d) / n
+            keep = keep or self.raw_singles
+            if not self.short:
+                # a member of the group as origin: in a constant group every distance is exactly 0
+                x, keep = (x - x[..., :1, :] if keep else x.sub_(x[..., :1, :].clone())), False
+            mean = self.add(x).div_(x.shape[-2])
+            d = x - mean if keep else x.sub_(mean)
         else:
             d = torch.where(ok, x - self.least(torch.where(ok, x, torch.inf)), 0.0)
             d = torch.where(ok, d - self.add(d) / n, 0.0)
         m2 = self.add(d * d)
-        return (torch.where(n == 1, x, d) if self.raw_singles else d), n, m2
+        return (torch.where(n == 1, self.x_RKGP, d) if self.raw_singles else d), n, m2
 
     def inverse_std(
         self,
@@ -77,10 +86,10 @@ class Siblings:
         ddof: int,  # delta degrees of freedom
     ) -> Tensor:
         "Finite 1 / (std + eps), to multiply deviations with; 0 where the deviation is not defined."
-        if n.ndim == 0 and n > ddof:
-            inverse = (m2 / (n.item() - ddof)).sqrt_().add_(eps).reciprocal_()
-        else:
-            inverse = (m2 / (n - ddof).clamp(min=1)).sqrt_().add_(eps).reciprocal_()
+        dof = n - ddof if n.ndim else n.item() - ddof
+        inverse = (m2 / (dof.clamp(min=1) if n.ndim else max(dof, 1))).sqrt_().add_(eps)
+        inverse.reciprocal_()
+        if n.ndim or dof <= 0:
             inverse = torch.where(n > ddof, inverse, 0.0)
         if not eps > 0:
             inverse = torch.where(m2 > 0, inverse, 0.0)
@@ -107,15 +116,13 @@ class RewardBatch:
         if self.spread:
             yield None, self._spread_siblings()
             return
-        shape = self.x_NRK.shape[1:]
-        x_NC = self.x_NRK.flatten(1)
+        width, short = self.x_NRK.shape[1:].numel(), self.x_NRK.dtype != torch.float64
         add, least = (lambda v: v.sum(-2, keepdim=True)), (lambda v: v.amin(-2, keepdim=True))
-        for block in blocks_of(self.groups, x_NC.shape[1]):
-            x = block.lanes(x_NC)
-            x = x.view(*shape, *x.shape[1:])
+        for block in blocks_of(self.groups, width):
+            x = block.lanes(self.x_NRK)
             ok = ~x.isnan() if self.sparse else None
             x = x if ok is None else torch.where(ok, x, 0.0)
-            yield block, Siblings(x, ok, add, least, self.raw_singles)
+            yield block, Siblings(x, ok, add, least, self.raw_singles, short)
 
     def _spread_siblings(self) -> Siblings:
         index, p = self.groups.index_N, self.groups.num_groups
@@ -136,10 +143,11 @@ class RewardBatch:
     def per_group(
         self,
         kernel: Callable[[Siblings], Tensor],  # (K, G, P) values of each block
-    ) -> Tensor:  # (N, K) float64
+        dtype: torch.dtype = torch.float64,  # of the result
+    ) -> Tensor:  # (N, K)
         "Run a formula on whole groups and bring the values back to their samples."
         n, _, k = self.x_NRK.shape
-        out = torch.empty(n, k, dtype=torch.float64, device=self.x_NRK.device)
+        out = torch.empty(n, k, dtype=dtype, device=self.x_NRK.device)
         for block, siblings in self.siblings():
             values = kernel(siblings)
             if block is None:
@@ -154,6 +162,13 @@ class RewardBatch:
             values_NK = torch.where(self.ok_NK, values_NK, 0.0)
         values_NK = values_NK.to(self.dtype)
         return values_NK[:, 0] if self.flat else values_NK
+
+    def result(
+        self,
+        kernel: Callable[[Siblings], Tensor],  # (K, G, P) float64 values of each block
+    ) -> Tensor:
+        "Run a formula whose values are the result: rounded once, block by block."
+        return self.finish(self.per_group(kernel, self.dtype))
 
     def totals(self) -> Tensor:  # (N, K) float64
         "Weighted sums of the raw rewards; what does not apply adds nothing."
@@ -196,7 +211,8 @@ def prepare(
     x = rewards
     if not isinstance(x, Tensor):
         x = torch.from_numpy(np.asarray(x, dtype=np.float64))
-    x = x.detach() if x.is_floating_point() else x.double()
+    x = x.detach() if x.requires_grad else x
+    x = x if x.is_floating_point() else x.double()
     if not 1 <= x.ndim <= 3:
         raise ValueError(f"Rewards must be (N,), (N, R) or (N, R, K), got {tuple(x.shape)}.")
     flat = x.ndim < 3
@@ -288,21 +304,22 @@ def all_reducer(
 # %% ../nbs/09_advantages.ipynb #9c09570e
 def _centred(x, ok, weight, reduce) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "Values minus their mean (0 where not ok), count, mean and sum of squared deviations."
-    share = reduce or (lambda v, op: v)
     if weight is not None:
         weight = weight.double()
-        ok = weight > 0 if ok is None else ok & (weight > 0)
+        if ok is not None or not (weight > 0).all():
+            ok = weight > 0 if ok is None else ok & (weight > 0)
     if ok is not None:
-        weight = torch.where(ok, 1.0 if weight is None else weight, 0.0)
+        weight = ok.double() if weight is None else torch.where(ok, weight, 0.0)
         x = torch.where(ok, x, 0.0)
+    flat = lambda v: v.reshape(-1)
     total = x.sum() if weight is None else (weight * x).sum()
-    count = x.new_tensor(float(x.numel())) if weight is None else weight.sum()
-    count, total = share(torch.stack([count, total]), "sum").unbind()
+    count = x.new_full((), x.numel()) if weight is None else weight.sum()
+    if reduce is not None:
+        count, total = reduce(torch.stack([count, total]), "sum").unbind()
     mean = total / count
     d = x - mean if ok is None else torch.where(ok, x - mean, 0.0)
-    flat = d.flatten()
-    m2 = torch.dot(flat, flat if weight is None else flat * weight.flatten())
-    return d, count, mean, share(m2, "sum")
+    m2 = torch.dot(flat(d), flat(d if weight is None else d * weight))
+    return d, count, mean, m2 if reduce is None else reduce(m2, "sum")
 
 
 @dataclass(frozen=True)
@@ -384,13 +401,14 @@ def grpo(
 
     def kernel(s: Siblings) -> Tensor:
         s = s.total(b.weights_R)
-        d, n, m2 = s.deviations()
-        return (d * s.inverse_std(n, m2, eps, ddof) if scale == "group" else d)[0]
+        d, n, m2 = s.deviations(keep=False)
+        return (d.mul_(s.inverse_std(n, m2, eps, ddof)) if scale == "group" else d)[0]
 
+    if scale != "batch":
+        return b.result(kernel)
     values = b.per_group(kernel)
-    if scale == "batch":
-        std = moments(b.totals(), b.ok_NK, b.reduce).std(ddof)
-        values *= 1 / (std + eps) if std > 0 else 0.0
+    std = moments(b.totals(), b.ok_NK, b.reduce).std(ddof)
+    values *= 1 / (std + eps) if std > 0 else 0.0
     return b.finish(values)
 
 # %% ../nbs/09_advantages.ipynb #b8608371
@@ -430,10 +448,10 @@ def rloo(
     b = prepare(rewards, group_N, weights, **batch)
 
     def kernel(s: Siblings) -> Tensor:
-        d, n, _ = s.total(b.weights_R).deviations()
+        d, n, _ = s.total(b.weights_R).deviations(keep=False)
         return (d * torch.where(n > 1, n / (n - 1).clamp(min=1), 1.0))[0]
 
-    return b.finish(b.per_group(kernel))
+    return b.result(kernel)
 
 # %% ../nbs/09_advantages.ipynb #1b9b30c0
 @ADVANTAGES.register("loo_norm")
@@ -462,18 +480,16 @@ def loo_norm(
         divide = ~alone & (n - 1 > ddof) & (m2 > 0)
         return (d * factor * torch.where(divide, 1 / (var.sqrt() + eps), 1.0))[0]
 
-    return b.finish(b.per_group(kernel))
+    return b.result(kernel)
 
 # %% ../nbs/09_advantages.ipynb #3c3679ed
 def _weighted_z(s: Siblings, weights: Sequence[float], eps: float, ddof: int, scale: str) -> Tensor:
     "Sum over components of weight times normalised reward, (K, G, P)."
-    d, n, m2 = s.deviations()
+    d, n, m2 = s.deviations(keep=False)
     factor = s.inverse_std(n, m2, eps, ddof) if scale == "group" else torch.ones_like(m2)
-    factor = factor * d.new_tensor(weights).view(-1, 1, 1, 1)
-    out = d[0] * factor[0]
-    for k in range(1, len(weights)):
-        out.addcmul_(d[k], factor[k])
-    return out
+    if any(w != 1 for w in weights):
+        factor = factor * d.new_tensor(weights).view(-1, 1, 1, 1)
+    return d.mul_(factor).sum(0)
 
 
 @ADVANTAGES.register("mo_grpo")
@@ -490,7 +506,7 @@ def mo_grpo(
     "Weighted sum of the rewards normalised one by one in their group: GDPO without its batch stage."
     _one_of("scale", scale, ("group", "none"))
     b = prepare(rewards, group_N, weights, **batch)
-    return b.finish(b.per_group(lambda s: _weighted_z(s, b.weights_R, eps, ddof, scale)))
+    return b.result(lambda s: _weighted_z(s, b.weights_R, eps, ddof, scale))
 
 # %% ../nbs/09_advantages.ipynb #88b4f617
 @ADVANTAGES.register("gdpo")
@@ -671,7 +687,7 @@ def dvao(
         share = torch.where(total != 0, w / total, 0.0)
         return (share * d * s.inverse_std(n, m2, eps, ddof)).sum(0)
 
-    return b.finish(b.per_group(kernel))
+    return b.result(kernel)
 
 # %% ../nbs/09_advantages.ipynb #1a64475a
 @ADVANTAGES.register("gd2po")
@@ -753,7 +769,7 @@ def opo(
         mean = s.add(d[:1] * size) / s.add(size[None]).clamp(min=1)
         return torch.where((n == 1).expand_as(d)[0], d[0], (d[:1] - mean)[0])
 
-    return b.finish(b.per_group(kernel))
+    return b.result(kernel)
 
 # %% ../nbs/09_advantages.ipynb #80414176
 @ADVANTAGES.register("gpg")
@@ -799,7 +815,7 @@ def passk(
             0
         ]
 
-    return b.finish(b.per_group(kernel))
+    return b.result(kernel)
 
 # %% ../nbs/09_advantages.ipynb #b32ebdc5
 def spread_to_tokens(

@@ -40,6 +40,23 @@ class Groups:
     def num_groups(self) -> int:
         return len(self.size_P)
 
+    @cached_property
+    def by_size(self) -> tuple[Tensor, Tensor]:  # (P,) groups by size, (N,) samples in that order
+        "Groups sorted by size, and samples sorted by (place of their group, position)."
+        groups_P, place_N = torch.argsort(self.size_P, stable=True), self.index_N
+        if not (self.size_P == self.size_P[:1]).all():
+            place_P = torch.empty_like(groups_P)
+            place_P[groups_P] = torch.arange(len(groups_P), device=groups_P.device)
+            place_N = place_P.index_select(0, place_N)
+        if place_N.device.type != "cpu":
+            return groups_P, torch.argsort(place_N, stable=True)
+        # numpy sorts plain integers several times faster than torch finds the order
+        n = len(place_N)
+        bits = n.bit_length()
+        keys = (place_N << bits).add_(torch.arange(n))
+        keys.numpy().sort()
+        return groups_P, keys.bitwise_and_((1 << bits) - 1)
+
     def __len__(self) -> int:
         return self.num_groups * self.block if self.block else len(self.index_N)
 
@@ -50,7 +67,7 @@ class Groups:
         "Give every sample the value of its group."
         if self.block:
             return stat_P.repeat_interleave(self.block, 0)
-        return stat_P[self.index_N]
+        return stat_P.index_select(0, self.index_N)
 
     @classmethod
     def of(
@@ -61,24 +78,12 @@ class Groups:
         if isinstance(ids, Groups):
             return ids
         if not isinstance(ids, Tensor):
-            ids = np.asarray(ids)
-            seen: dict = {}
-            if ids.ndim == 1 and ids.dtype.kind not in "iuf":
-                keys = ids.tolist()
-                seen = dict.fromkeys(keys)
-                seen = dict(zip(seen, range(len(seen))))
-            if ids.dtype.kind == "f" or None in seen:
-                raise ValueError(
-                    f"Group ids must be integers or strings, got dtype {ids.dtype}. Give one id per sample."
-                )
-            if seen:
-                ids = np.fromiter(map(seen.__getitem__, keys), np.int64, len(keys))
-            ids = torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64))
+            ids = torch.from_numpy(_integer_ids(ids))
         if ids.ndim != 1:
             raise ValueError(f"Group ids must have shape (N,), got {tuple(ids.shape)}.")
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ValueError(f"Group ids must be integers, got {ids.dtype}.")
-        ids = ids.detach().long()
+        ids = ids.long()
         n = len(ids)
         if not n:
             return cls(ids, ids.new_zeros(0), None)
@@ -86,15 +91,47 @@ class Groups:
         if block:
             return cls(None, ids.new_full((n // block,), block), block)
         low, high = (int(x) for x in torch.aminmax(ids))
-        if low < 0 or high > 4 * n:
+        if high - low > 4 * n:
             ids = torch.unique(ids, return_inverse=True)[1]
+        elif low:
+            ids = ids - low
         size = torch.bincount(ids)
         if (size == 0).any():
             new = torch.cumsum(size > 0, 0) - 1
-            ids, size = new[ids], size[size > 0]
+            ids, size = new.index_select(0, ids), size[size > 0]
         return cls(ids, size, None)
 
 # %% ../nbs/00_core.ipynb #7ae824da
+def _integer_ids(ids: np.ndarray | Sequence) -> np.ndarray:
+    "Integer ids as int64; ids of another kind numbered in the order of their first appearance."
+    if isinstance(ids, (list, tuple)) and ids and isinstance(ids[0], str):
+        ids = np.array(ids, dtype=object)  # an array of fixed-width text would copy every string
+    ids = np.asarray(ids)
+    if ids.ndim != 1:
+        raise ValueError(f"Group ids must have shape (N,), got {ids.shape}.")
+    if ids.dtype.kind in "iu":
+        return np.ascontiguousarray(ids, dtype=np.int64)
+    start = _run_starts(ids)
+    heads = ids[start].tolist()
+    seen = set(heads)
+    if ids.dtype.kind == "f" or None in seen:
+        raise ValueError(
+            f"Group ids must be integers or strings, got dtype {ids.dtype}. Give one id per sample."
+        )
+    numbers = np.arange(len(heads))
+    if len(seen) < len(heads):  # an id comes back
+        number = dict(zip(dict.fromkeys(heads), range(len(seen))))
+        numbers = np.fromiter(map(number.__getitem__, heads), np.int64, len(heads))
+    return np.repeat(numbers, np.diff(start, append=len(ids)))
+
+
+def _run_starts(ids: np.ndarray) -> np.ndarray:
+    "Positions where a run of the same id begins; equal ids that are different objects are two runs."
+    # the bytes of an object array are addresses, and siblings share the object of their id
+    a = np.frombuffer(ids.tobytes(), np.intp) if ids.dtype.kind == "O" else ids
+    return np.flatnonzero(np.concatenate([np.ones(min(len(a), 1), bool), a[1:] != a[:-1]]))
+
+
 def _block_size(ids: Tensor) -> int | None:
     "G, if ids are P runs of G equal ids and no id has two runs; else None."
     ids = ids.cpu().numpy()
@@ -102,11 +139,12 @@ def _block_size(ids: Tensor) -> int | None:
     change = ids[1:] != ids[:-1]
     g = int(change[: 1 << 16].argmax()) + 1 if n > 1 else 1
     g = g if n == 1 or change[g - 1] else n
+    p, count = n // g, np.count_nonzero
     # G divides N, the id changes at the end of every run of G, and nowhere else
-    if n % g or np.count_nonzero(change) != n // g - 1 or not change[g - 1 :: g].all():
+    if n % g or not count(change) == p - 1 == count(change[g - 1 :: g]):
         return None
     first = ids[::g]
-    return g if (first[1:] > first[:-1]).all() or len(np.unique(first)) == len(first) else None
+    return g if count(first[1:] > first[:-1]) == p - 1 or len(np.unique(first)) == p else None
 
 # %% ../nbs/00_core.ipynb #ede5aca0
 CACHE_VALUES = 1 << 17  # float64 numbers of one block: 1 MB
@@ -122,12 +160,19 @@ class Block:
 
     def lanes(
         self,
-        x_NC: Tensor,  # (N, C) values of all samples
-    ) -> Tensor:  # (C, G, P') float64, a copy
-        "The block's values: columns first, groups last."
-        x = x_NC[self.rows] if isinstance(self.rows, slice) else x_NC.index_select(0, self.rows)
-        x = x.reshape(-1, self.size, x.shape[1]).permute(2, 1, 0)
-        return torch.empty(x.shape, dtype=torch.float64, device=x.device).copy_(x)
+        x_N: Tensor,  # (N, ...) values of all samples
+    ) -> Tensor:  # (..., G, P') float64, a copy
+        "The block's values: siblings and groups last."
+        if isinstance(self.rows, slice):
+            x = x_N[self.rows]
+            x = x.reshape(-1, self.size, *x.shape[1:])
+            x = x.permute(*range(2, x.ndim), 1, 0)
+        else:
+            # torch gathers numbers of one column several times faster than short rows
+            columns = x_N.flatten(1).unbind(1)
+            x = torch.stack([v.index_select(0, self.rows) for v in columns])
+            x = x.view(*x_N.shape[1:], -1, self.size).transpose(-1, -2)
+        return x.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
 
     def put(
         self,
@@ -135,11 +180,13 @@ class Block:
         lanes_CGP: Tensor,  # (C, G, P') one value per sample of the block
     ) -> None:
         "Write values back to the samples they belong to."
-        x = lanes_CGP.permute(2, 1, 0)
         if isinstance(self.rows, slice):
+            x = lanes_CGP.permute(2, 1, 0)
             out_NC[self.rows].view(x.shape).copy_(x)
         else:
-            out_NC[self.rows] = x.flatten(0, 1).to(out_NC.dtype)
+            x = lanes_CGP.transpose(1, 2).to(out_NC.dtype).flatten(1)
+            for column, values in zip(out_NC.unbind(1), x):
+                column.index_copy_(0, self.rows, values)
 
 # %% ../nbs/00_core.ipynb #88f38ac1
 def blocks_of(
@@ -152,7 +199,7 @@ def blocks_of(
     if groups.block:
         runs, by_size, order = [(groups.block, groups.num_groups)], None, None
     else:
-        by_size, order = _order_by_size(groups)
+        by_size, order = groups.by_size
         size, count = torch.unique_consecutive(groups.size_P[by_size], return_counts=True)
         runs = list(zip(size.tolist(), count.tolist()))
     out, row, group = [], 0, 0
@@ -166,20 +213,6 @@ def blocks_of(
             )
             row, group = rows.stop, ids.stop
     return out
-
-
-def _order_by_size(groups: Groups) -> tuple[Tensor, Tensor]:
-    "Groups sorted by size, and samples sorted by (place of their group, position)."
-    by_size = torch.argsort(groups.size_P, stable=True)
-    place = torch.empty_like(by_size)
-    place[by_size] = torch.arange(len(by_size), device=by_size.device)
-    place_N = place[groups.index_N]
-    n = len(place_N)
-    if by_size.device.type != "cpu":
-        return by_size, torch.argsort(place_N, stable=True)
-    # numpy sorts plain integers several times faster than torch finds the order
-    keys = np.sort((place_N * n + torch.arange(n)).numpy())
-    return by_size, torch.from_numpy(keys % max(n, 1))
 
 # %% ../nbs/00_core.ipynb #39b3f436
 @dataclass(frozen=True)
@@ -224,7 +257,7 @@ def group_stats(
 
 
 def _lane_stats(x_CGP: Tensor, ddof: int) -> tuple[Tensor, ...]:
-    "Mean, std, min, max and count along axis 1."
+    "Mean, std, min, max and count along axis 1; overwrites its input."
     low, high, count = x_CGP.amin(1), x_CGP.amax(1), x_CGP.shape[1]
     ok = None
     if low.isnan().any():
@@ -233,12 +266,14 @@ def _lane_stats(x_CGP: Tensor, ddof: int) -> tuple[Tensor, ...]:
         high = torch.where(ok, x_CGP, -inf).amax(1)
         count = ok.sum(1)
     count = torch.as_tensor(count, device=low.device).expand_as(low)
-    # distances from the minimum are exactly 0 in a constant group, so no rounding can enter
-    d = x_CGP - low.unsqueeze(1)
+    # distances from the minimum are exactly 0 in a constant group, so no rounding can enter;
+    # the block is a copy in the cache, so every pass works in place
+    d = x_CGP.sub_(low.unsqueeze(1))
     d = d if ok is None else torch.where(ok, d, 0.0)
     shift, constant, dof = d.sum(1) / count, low == high, count - ddof
     d -= shift.unsqueeze(1)
-    square = (d * d if ok is None else torch.where(ok, d * d, 0.0)).sum(1)
+    d = d if ok is None else torch.where(ok, d, 0.0)
+    square = d.mul_(d).sum(1)
     std = torch.where(dof > 0, (square / dof.clamp(min=1)).sqrt(), torch.nan)
     std = torch.where(constant & (dof > 0), 0.0, std)
     mean = torch.where(constant, low, low + shift)

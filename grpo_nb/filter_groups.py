@@ -11,9 +11,9 @@ __all__ = ['METRICS', 'REASONS', 'CHOICES', 'RULES', 'PLAIN', 'log', 'CRITICS', 
            'expected_gen_batches', 'adaptive_cap', 'next_batch_size', 'Recommendation', 'recommend', 'first_rows',
            'split_groups', 'pack', 'unpack', 'rollout_to_state', 'rollout_from_state', 'batch_lines', 'end_lines',
            'diagnose', 'Tally', 'step_metrics', 'FilterCapError', 'Collected', 'GroupCollector', 'json_copy',
-           'cap_message', 'startup_warnings', 'batch_warnings', 'step_warnings', 'collect_ahead', 'match_line',
-           'LogReader', 'off_by', 'batch_row', 'parse_filter_logs', 'read_log', 'step_rows', 'step_summary',
-           'log_summary', 'format_summary', 'plot_filter_logs', 'StdCache']
+           'cap_message', 'startup_warnings', 'batch_warnings', 'step_warnings', 'draw_batch', 'collect_serially',
+           'collect_ahead', 'surely_needed', 'match_line', 'LogReader', 'off_by', 'batch_row', 'parse_filter_logs',
+           'read_log', 'step_rows', 'step_summary', 'log_summary', 'format_summary', 'plot_filter_logs', 'StdCache']
 
 # %% ../nbs/08_filter_groups.ipynb #b6082132
 import logging
@@ -217,11 +217,11 @@ def metric_range(
 
 def as_columns(
     values: Tensor | np.ndarray | Sequence,  # (N,), (N, C) or (N, R, K)
-) -> Tensor:  # (N, C) float64
-    "Values as float64 columns."
+) -> Tensor:  # (N, C) floats
+    "Values as columns of floating-point numbers."
     if not isinstance(values, Tensor):
         values = torch.from_numpy(np.asarray(values, dtype=np.float64))
-    x = values.detach().double()
+    x = values.detach() if values.is_floating_point() else values.double()
     return x.reshape(len(x), math.prod(x.shape[1:]))
 
 
@@ -1011,6 +1011,7 @@ class GroupCollector:
         self.held: list[Rollout] = []  # kept groups of this step
         self.carried: list[Rollout] = []  # kept groups waiting for the next step
         self.pending: list[Rollout] = []  # rewarded, not yet given to on_rewarded
+        self.ahead: list[Rollout] = []  # generated, not yet rewarded, in order
         self.rate = [0.0, 0.0]  # filtered and generated groups, earlier steps discounted
         self.seen: list | None = None  # smallest and largest value of each metric column
         self.window: list[dict] = []  # the last steps, for warnings
@@ -1260,6 +1261,9 @@ class GroupCollector:
         if self.config.surplus == "carry" and surplus:
             self.carried = [rest]
         waiting = surplus if self.carried else 0
+        if trained is not None and self.ahead:  # the update makes them samples of an older policy
+            self.tally.wasted += sum(r.num_groups for r in self.ahead)
+            self.ahead = []
         m = step_metrics(
             self.tally, trained, surplus, waiting, self.policy_version, self._expected()
         )
@@ -1310,22 +1314,20 @@ class GroupCollector:
         policy_version: int | None = None,  # updates so far; None = counted here
         snapshot: Callable[[], Callable[[], None]]
         | None = None,  # remembers generate's state, returns its undo
+        on_batch: Callable[["GroupCollector"], Any]
+        | None = None,  # called after each batch, when all state agrees; True pauses
     ) -> Collected:
-        "Generate and filter until the batch is full; continues a step that was loaded half-way."
+        "Generate and filter until the batch is full; goes on with a step that was paused, cut off or loaded half-way."
         if self.status == "closed":
             self.begin(policy_version)
+        elif self.status == "cap":  # the limit may have been raised since
+            self._settle()
         reward = reward or (lambda rollout: rollout)
-        if self.config.overlap and self.refills:
-            ended = collect_ahead(self, generate, reward, snapshot)
-        else:
-            ended = False
-            while not self.done and not ended:
-                rollout = generate(self.needed)
-                if rollout is None:
-                    ended = True
-                else:
-                    self.add(reward(rollout))
-        return self.finish() if ended else self.take()
+        loop = collect_ahead if self.config.overlap and self.refills else collect_serially
+        stopped = loop(self, generate, reward, snapshot, on_batch)
+        if stopped == "paused":
+            return Collected(None, "paused", {}, list(self.trace))
+        return self.finish() if stopped == "end" else self.take()
 
     def state_dict(self) -> dict:  # {"json": ..., "tensors": {name: tensor}}
         "Everything needed to go on, also in the middle of a step."
@@ -1344,7 +1346,7 @@ class GroupCollector:
             "warnings",
         )
         told = {"format": 1, "tally": asdict(self.tally)} | {k: getattr(self, k) for k in plain}
-        for name in ("held", "carried", "pending"):
+        for name in ("held", "carried", "pending", "ahead"):
             parts = [rollout_to_state(r, f"{name}.{i}.") for i, r in enumerate(getattr(self, name))]
             told[name] = [p["json"] for p in parts]
             for p in parts:
@@ -1363,7 +1365,7 @@ class GroupCollector:
                 "The collector's state has another format; it was written by another version."
             )
         self.tally = Tally(**told.pop("tally"))
-        for name in ("held", "carried", "pending"):
+        for name in ("held", "carried", "pending", "ahead"):
             parts = [{"json": p, "tensors": state["tensors"]} for p in told.pop(name)]
             setattr(self, name, [rollout_from_state(p, device, self.make_task) for p in parts])
         for key, value in told.items():
@@ -1492,54 +1494,96 @@ def step_warnings(collector: GroupCollector):
         )
 
 # %% ../nbs/08_filter_groups.ipynb #1a9a8482
+def draw_batch(
+    collector: GroupCollector,  # with an open step
+    generate: Callable[[int], Rollout | None],
+    snapshot: Callable[[], Callable[[], None]] | None = None,  # see GroupCollector.collect
+) -> bool:  # False at the end of the data
+    "Generate one batch into `collector.ahead`; what fails or is interrupted is undone if it can be."
+    undo = snapshot() if snapshot else None
+    try:
+        rollout = generate(collector.needed)
+    except BaseException:
+        if undo:
+            undo()
+        raise
+    if rollout is not None:
+        collector.ahead.append(rollout)
+    return rollout is not None
+
+
+def collect_serially(
+    collector: GroupCollector,  # with an open step
+    generate: Callable[[int], Rollout | None],
+    reward: Callable[[Rollout], Rollout],
+    snapshot: Callable[[], Callable[[], None]] | None = None,  # see GroupCollector.collect
+    on_batch: Callable[[GroupCollector], Any] | None = None,  # see GroupCollector.collect
+) -> str:  # "done", "end" (of the data) or "paused"
+    "Generate, reward, filter, one after the other. A batch stays in `ahead` until its rewards are there."
+    c = collector
+    while not c.done:
+        if not c.ahead and not draw_batch(c, generate, snapshot):
+            return "end"
+        rollout = reward(c.ahead[0])
+        del c.ahead[0]
+        c.add(rollout)
+        if on_batch is not None and on_batch(c):
+            return "paused"
+    return "done"
+
+# %% ../nbs/08_filter_groups.ipynb #f5aa1e0b
 def collect_ahead(
     collector: GroupCollector,  # with an open step
     generate: Callable[[int], Rollout | None],  # runs in the calling thread
     reward: Callable[[Rollout], Rollout],  # runs in one other thread
     snapshot: Callable[[], Callable[[], None]] | None = None,  # see GroupCollector.collect
-) -> bool:  # True at the end of the data
+    on_batch: Callable[[GroupCollector], Any] | None = None,  # see GroupCollector.collect
+) -> str:  # "done", "end" (of the data) or "paused"
     "Generate the next batch while the present one is rewarded; the same result as one after the other."
     c = collector
-    hard = c.config.max_num_gen_batches if c.config.max_num_gen_batches > 0 else math.inf
-    steady = c.config.sizing == "full" and not c.config.adaptive_cap and c.gather is None
-
-    def surely_needed(rollout):
-        "Not even keeping every group would end the step."
-        return (
-            steady
-            and c.num_held + rollout.num_groups < c.train_batch_size
-            and c.tally.batches + 1 < hard
-        )
-
     with ThreadPoolExecutor(1, "reward") as pool:
-        ahead = generate(c.needed) if not c.done else None
         while not c.done:
-            if ahead is None:
-                return True
-            rewarded, size = pool.submit(reward, ahead), c.needed
-            error = undo = guess = None
-            tried = snapshot is not None or surely_needed(ahead)
-            if tried:
+            if not c.ahead and not draw_batch(c, generate, snapshot):
+                return "end"
+            rewarded, size = pool.submit(reward, c.ahead[0]), c.needed
+            guessed, error, undo = "no", None, None
+            if len(c.ahead) == 1 and (snapshot or surely_needed(c)):
                 undo = snapshot() if snapshot else None
                 try:
-                    guess = generate(size)
+                    guessed = "yes" if draw_batch(c, generate, snapshot) else "end"
                 except Exception as e:  # raised below, but only if this batch was due
                     error = e
             try:
-                c.add(rewarded.result())
-            except Exception:
+                rollout = rewarded.result()
+            except BaseException:  # without undo the second batch is certain to be needed: it waits
                 if undo:
                     undo()
+                    del c.ahead[1:]
                 raise
-            if tried and (c.done or c.needed != size):
+            del c.ahead[0]
+            c.add(rollout)
+            if undo and (c.done or c.needed != size):
                 undo()
-                c.tally.wasted += 0 if guess is None else guess.num_groups
-                tried = False
+                c.tally.wasted += sum(r.num_groups for r in c.ahead)
+                c.ahead.clear()
             elif error is not None:
                 raise error
-            if not c.done:
-                ahead = guess if tried else generate(c.needed)
-    return False
+            elif guessed == "end" and not c.done:
+                return "end"
+            if on_batch is not None and on_batch(c):
+                return "paused"
+    return "done"
+
+
+def surely_needed(
+    collector: GroupCollector,  # with one batch in `ahead`
+) -> bool:
+    "Would a further batch be generated even if every group of the present one were kept?"
+    c = collector
+    hard = c.config.max_num_gen_batches if c.config.max_num_gen_batches > 0 else math.inf
+    steady = c.config.sizing == "full" and not c.config.adaptive_cap and c.gather is None
+    room = c.num_held + c.ahead[0].num_groups < c.train_batch_size
+    return steady and room and c.tally.batches + 1 < hard
 
 # %% ../nbs/08_filter_groups.ipynb #2cc0e4b8
 PATTERNS = {
@@ -1624,6 +1668,20 @@ class LogReader:
             self.open_batch()
         self.batch |= {key: value} | {k: v for k, v in more.items() if v is not None}
 
+    def number(
+        self,
+        index: int,  # which generation batch of its step
+    ):
+        "verl prints the index last: if it does not grow, the open batch had begun a new step."
+        step, batch = self.step(), self.batch
+        if batch is None or batch.get("batch") is not None:
+            return
+        if index <= max((b.get("batch") or 0 for b in step["batches"][:-1]), default=0):
+            step["batches"].pop()
+            step["outcome"] = "unknown"
+            self.step()["batches"].append(batch)
+        batch["batch"], self.batch = index, batch
+
     def end(
         self,
         outcome: str,  # "full", "cap", "partial", "skipped"
@@ -1654,9 +1712,7 @@ class LogReader:
         elif kind in ("accumulated", "compared"):
             self.note("accumulated", int(found[0]), target=whole(found[1]))
         elif kind == "more":
-            self.step()
-            if self.batch is not None and self.batch.get("batch") is None:
-                self.batch["batch"] = int(found[0])
+            self.number(int(found[0]))
         elif kind in ("cap", "full", "partial", "skipped"):
             capped = self.steps and self.steps[-1]["outcome"] == "cap"
             if (

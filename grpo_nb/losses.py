@@ -585,13 +585,13 @@ def kl_penalty(
     mask_NS: Tensor | None = None,  # (N, S) steps that count; None: all
     log_ratio_NS: Tensor
     | None = None,  # (N, S) logp minus the sampler's logp: weights the estimate off-policy
-    limit: float = 20.0,  # log ratios are bounded to +-limit before exp
+    limit: float = 20.0,  # log ratios above count as this in exp
 ) -> Tensor:  # (N, S) estimate at each step, 0 outside the mask
     "Estimate of KL(policy || other) per step, differentiable in both."
     mask_NS = torch.ones_like(logp_NS, dtype=torch.bool) if mask_NS is None else mask_NS
     d_NS = inside(other_logp_NS, mask_NS) - inside(logp_NS, mask_NS)
     name = kind.removesuffix("+")
-    kl_NS = KL_KINDS[name](d_NS.clamp(-limit, limit) if name in ("k3", "low_var_kl") else d_NS)
+    kl_NS = KL_KINDS[name](d_NS.clamp(max=limit) if name in ("k3", "low_var_kl") else d_NS)
     if kind.endswith("+"):
         k2_NS = KL_KINDS["k2"](d_NS)
         kl_NS = k2_NS - k2_NS.detach() + kl_NS.detach()
@@ -832,6 +832,16 @@ class LossConfig:
             raise ValueError(f"Policy loss {self.policy_loss!r} needs options {missing}.")
         return {k: known[k].default for k in allowed} | given
 
+    def bounds(self) -> dict[str, float]:
+        "The bounds of the ratio that are in force, for the log: what was left at its default included."
+        a, log = self.arguments(), self.policy_loss in ("geo_mean", "gmpo")
+        if "clip" not in a:
+            cap = a.get("ratio_max")
+            return {} if cap is None else {"clip/low": a.get("ratio_min", 0.0), "clip/high": cap}
+        low, high = a["clip"].bounds(log)
+        dual = {} if a["clip"].dual is None else {"clip/dual": a["clip"].dual}
+        return {"clip/low": low, "clip/high": high} | dual
+
 # %% ../nbs/10_losses.ipynb #741ee144
 def window_denominators(
     mask_NS: Tensor,  # (N, S) steps that count, of the whole window
@@ -884,7 +894,11 @@ def policy_loss(
             raise ValueError(
                 f"kl_coef={config.kl_coef} needs ref_logp_NS, the reference log-probabilities."
             )
-        weight = at_level(logp_NS - old_logp_NS, kl_mask_NS, config.level, item_NS) if config.kl_importance else None  # fmt: skip
+        weight = (
+            log_ratio(logp_NS, old_logp_NS, kl_mask_NS, config.level, item_NS)
+            if config.kl_importance
+            else None
+        )
         kl_NS = kl_penalty(logp_NS, ref_logp_NS, config.kl_kind, kl_mask_NS, weight)
         parts["loss/kl"] = config.kl_coef * reduce(kl_NS, kl_mask_NS, "kl")
         metrics["kl"] = mean_metric(kl_NS, kl_mask_NS)
@@ -940,13 +954,10 @@ def ratio_metrics(
         "ratio/max": Metric("max", edge(-math.inf).max()),
         "ratio": Metric("values", values),
         "kl_old/k1": Metric("mean", -step_NS.sum(), steps),
-        "kl_old/k3": Metric("mean", KL_KINDS["k3"](step_NS.clamp(-20, 20)).sum(), steps),
+        "kl_old/k3": Metric("mean", KL_KINDS["k3"](step_NS.clamp(max=20)).sum(), steps),
     }
-    a = config.arguments()
-    if "clip" in a:
-        bounds = a["clip"].bounds(log=config.policy_loss in ("geo_mean", "gmpo"))
-        return out | clip_metrics(x_NS, advantage, unit_NS, bounds, a["clip"].dual)
-    if a.get("ratio_max") is not None:
-        bounds = (a.get("ratio_min", 0.0), a["ratio_max"])
-        return out | clip_metrics(x_NS, advantage, unit_NS, bounds)
-    return out
+    b = config.bounds()
+    if not b:
+        return out
+    bounds = (b["clip/low"], b["clip/high"])
+    return out | clip_metrics(x_NS, advantage, unit_NS, bounds, b.get("clip/dual"))

@@ -1195,6 +1195,11 @@ class GresoSelector(BaseSelector):
         share = self.option("share", 0.25)
         self.wanted = {"easy": share / 3, "hard": share * 2 / 3}
         self.step, self.floor = self.option("step", 0.01), self.option("floor", 0.01)
+        if not (0 < self.floor <= 1 and 0 <= share <= 1 and self.step >= 0):
+            raise ValueError(
+                f"greso needs floor in (0, 1] (or a task could be skipped for ever), share in [0, 1] and step >= 0, got "
+                f"{self.floor}, {share}, {self.step}."
+            )
         shuffle = {k: v for k, v in self.config.kwargs.items() if k == "random_method"}
         self.walk = ShuffleSelector(
             data_source, TaskSelectorConfig("shuffle", self.seed, [], shuffle)

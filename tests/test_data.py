@@ -43,7 +43,7 @@ def model():
 def test_files_are_those_of_the_manifest():
     found = {
         p.relative_to(DATA).as_posix()
-        for d in ("tasks", "tiny-llama")
+        for d in ("anchors", "tasks", "tiny-llama")
         for p in (DATA / d).iterdir()
     }
     assert found == set(MANIFEST["files"])
@@ -97,6 +97,29 @@ def test_the_task_files_are_made_again_by_their_command(build):
         for split, rows in build.problems(level, MANIFEST["seed"]).items():
             text = "".join(json.dumps(r) + "\n" for r in rows)
             assert (DATA / "tasks" / f"{level}_{split}.jsonl").read_text() == text
+
+
+@pytest.mark.parametrize("level", list(LEVELS))
+def test_anchors_are_pass_rates_of_every_training_task(level, build):
+    tasks, rates = (Taskset.load(f"{d}/{level}_train.jsonl") for d in ("tasks", "anchors"))
+    assert (tasks.prompt_keys() == rates.prompt_keys()).all()
+    weak, strong = (rates.column(k) for k in build.ANCHORS)
+    for name, x in (("weak", weak), ("strong", strong)):
+        assert (x * build.ANCHOR_SAMPLES % 1 == 0).all() and x.min() >= 0 and x.max() <= 1
+        assert x.mean() == pytest.approx(MANIFEST["anchors"][name]["pass rate"][level], abs=1e-4)
+    assert strong.mean() > weak.mean()
+
+
+def test_mixed_pool_is_the_first_tasks_of_every_level(build):
+    mixed = Taskset.load("anchors/mixed_train.jsonl")
+    assert len(mixed) == len(LEVELS) * build.MIXED
+    for i, level in enumerate(LEVELS):
+        part = slice(i * build.MIXED, (i + 1) * build.MIXED)
+        for d in ("tasks", "anchors"):
+            first = Taskset.load(f"{d}/{level}_train.jsonl")[: build.MIXED]
+            for a, b in zip(mixed[part], first):
+                assert a.prompt == b.prompt and b.columns.items() <= a.columns.items()
+    assert list(mixed.column("level")) == [k for k in LEVELS for _ in range(build.MIXED)]
 
 
 @pytest.mark.parametrize(

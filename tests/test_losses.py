@@ -820,3 +820,28 @@ def test_yaml_style_overrides_reach_the_clip():
     over = omegaconf.OmegaConf.from_dotlist(["clip.low=0.3"])
     config = omegaconf.OmegaConf.to_object(omegaconf.OmegaConf.merge(base, over))
     assert config.arguments()["clip"].bounds() == pytest.approx((0.7, 1.3))
+
+
+def test_importance_weighted_kl_takes_its_difference_in_float32():
+    b = draw_batch(4, 4, 5, nan_outside=False)
+    half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in b.items()}
+    full = {k: v.float() if v.is_floating_point() else v for k, v in half.items()}
+    config = LossConfig(kl_coef=0.5, kl_importance=True)
+    run_on = lambda x: policy_loss(x["logp"], x["old"], x["adv"], b["mask"], config, x["ref"])[0]
+    assert run_on(half) == run_on(full)
+
+
+def test_k3_pulls_back_from_both_sides_however_far():
+    "Verl and others bound the log ratio below too, which takes the gradient from a policy far above its reference."
+    for d, sign in ((-150.0, 1), (-25.0, 1), (-1.0, 1), (1.0, -1), (19.0, -1)):
+        p = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+        kl_penalty(p, p.detach() + d).sum().backward()
+        assert math.copysign(1, p.grad.item()) == sign and abs(p.grad.item()) > 0.5
+
+
+def test_the_bounds_in_force_are_known():
+    both = LossConfig(clip=Clip(0.2, 0.28))
+    assert both.bounds() == {"clip/low": 0.8, "clip/high": 1.28}
+    assert LossConfig("gmpo", aggregation="grpo").bounds() == pytest.approx(
+        {"clip/low": math.exp(-0.4), "clip/high": math.exp(0.4)}
+    )

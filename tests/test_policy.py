@@ -17,7 +17,8 @@ from transformers import (
 
 from grpo_nb.core import concat, seeded
 from grpo_nb.policies.tokens import TokenPolicy, _Decoder, _FastDecoder, head_logp, shape_logits
-from grpo_nb.tasks import data_path
+from grpo_nb.tasks import Taskset, data_path
+from grpo_nb.trainer import GRPO, check_resume, load_config
 from grpo_nb.update import UpdateConfig, check_on_policy, update
 
 SIZE = dict(
@@ -302,3 +303,49 @@ def test_head_logp_peak_memory_does_not_grow_with_the_number_of_tokens():
     finally:
         torch.Tensor.new_empty = real
     assert seen and all(s[0] <= 16 for s in seen)
+
+
+def test_lora_starts_as_the_model_trains_only_its_additions_and_merges(tmp_path):
+    base = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=6)
+    p = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=6, lora={"r": 4})
+    tasks = list(Taskset.load(data_path("tasks/middle_train.jsonl"))[:4])
+    a, b = (x.sample(tasks, 4, seeded(0, "s")) for x in (base, p))
+    assert torch.equal(a.states["completion_ids"], b.states["completion_ids"])
+    torch.testing.assert_close(a.old_logp_NS, b.old_logp_NS, atol=1e-5, rtol=0)
+    before = {k: v.clone() for k, v in p.model.state_dict().items()}
+    halves = lambda completions, **columns: [float(i % 2) for i in range(len(completions))]
+    config = load_config(None, ["steps=3", "optimizer.lr=1e-2", "optimizer.warmup=0", "train_batch_size=4", "num_generations=4", "run.progress=false", "update.loss.kl_coef=0.1"])  # fmt: skip
+    GRPO(p, tasks, {"halves": halves}, config).fit()
+    changed = {k for k, v in p.model.state_dict().items() if not torch.equal(v, before[k])}
+    assert changed == set(p.state_dict())
+    r = p.sample(tasks, 4, seeded(1, "s"))
+    assert check_on_policy(p, r) < 1e-4
+    p.save_pretrained(tmp_path / "m")
+    plain = TokenPolicy.from_pretrained(tmp_path / "m", max_new_tokens=6)
+    assert not plain.lora and not any("lora_" in k for k in plain.state_dict())
+    torch.testing.assert_close(plain.logp(r), p.logp(r), atol=1e-4, rtol=0)
+    assert (plain.logp(r) - base.logp(r)).abs().max() > 1e-2
+
+
+def test_a_lora_run_resumes_with_the_same_bytes(tmp_path):
+    more = ["policy.lora={r: 2}", "run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "train_batch_size=4"]  # fmt: skip
+    make = lambda d: GRPO.from_config(load_config(None, [*more, f"run.dir={d}"]))
+    where = check_resume(make, 3, tmp_path, cuts=[1])
+    (newest, *_) = (where / "checkpoints").glob("step_*")
+    assert (newest / "policy.safetensors").stat().st_size < 200_000  # not the 3.4 MB of the model
+
+
+def test_autocast_computes_in_bfloat16_and_scores_in_float32():
+    p = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=6, autocast="bfloat16")
+    full = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=6)
+    tasks = list(Taskset.load(data_path("tasks/middle_train.jsonl"))[:4])
+    r = p.sample(tasks, 4, seeded(0, "s"))
+    logp = p.logp(r)
+    assert logp.dtype == r.old_logp_NS.dtype == torch.float32
+    own, other = (logp - r.old_logp_NS)[r.mask_NS], (logp - full.logp(r))[r.mask_NS]
+    assert own.abs().max() < 0.1 and 1e-4 < other.abs().max() < 0.3
+    logp[r.mask_NS].sum().backward()
+    grads = [w.grad for w in p.parameters()]
+    assert all(g is not None and g.dtype == torch.float32 for g in grads)
+    with pytest.raises(ValueError, match="autocast must be"):
+        TokenPolicy(p.model, p.tokenizer, autocast="float16")

@@ -3,9 +3,12 @@
     python data/build/sums.py data                      everything under data/ (some four minutes on one core)
     python data/build/sums.py OUT --target 0.2          the same with a weaker start, in another folder
     python data/build/sums.py data --tasks-only         only the task files
+    python data/build/sums.py data --anchors            only the pass rates of a weak and a strong model (some ten minutes)
 
 No network is used: the problems come from reasoning-gym's chain_sum generator and the model is trained from random
 weights. OUT receives tasks/*.jsonl, tiny-llama/, manifest.json, and the measured table of README.md if there is one.
+The anchors are the models that --target 0.2 and --target 0.8 give, and their pass rates on every training task become
+anchors/*.jsonl; the first of each level, together, are anchors/mixed_train.jsonl. `--anchors weak` and `--anchors strong` do one of the two.
 What this leaves out: learning rate decay, weight averaging, any choice of the best step. The start has to be half-trained.
 """
 
@@ -39,6 +42,9 @@ LEVELS = {
     "hard": (3, 2, {"train": 2000, "eval": 200}),
 }
 MIX = {"middle": 0.8, "easy": 0.1, "hard": 0.1}  # what the warm start is trained on
+ANCHORS = {"weak": 0.2, "strong": 0.8}  # the --target of each
+ANCHOR_SAMPLES = 16  # per task and anchor
+MIXED = 100  # tasks of each level in the mixed pool
 MAX_NEW_TOKENS = 12  # the longest solution, three terms: <think>792-</think>-297<eos> is 11
 
 
@@ -255,6 +261,60 @@ def warm_start(model, tokenizer, sets, args, generators):
     raise SystemExit(f"Sampled dev accuracy stayed below {args.target} for {args.max_steps} steps.")
 
 
+def trained(tokenizer, sets, args):
+    "The model that reached args.target, the history of it, and a generator to measure it with."
+    torch.manual_seed(args.seed)  # for the initial weights, which torch draws globally
+    model = make_model(len(tokenizer))
+    names = ("batches", "dev", "measure")
+    generators = {k: torch.Generator().manual_seed(args.seed * 10 + i) for i, k in enumerate(names)}
+    history = warm_start(model, tokenizer, sets, args, generators)
+    model.eval()
+    return model, history, generators["measure"]
+
+
+def write_anchors(tokenizer, sets, args, name):
+    "Pass rates of one anchor on every training task, beside those of the other in anchors/*.jsonl; what the manifest says of it."
+    args = argparse.Namespace(**{**vars(args), "target": ANCHORS[name]})
+    model, history, generator = trained(tokenizer, sets, args)
+    found = {"target": args.target, "steps": history[-1][0], "sampled dev accuracy": history[-1][2]}
+    found["pass rate"] = {}
+    for level in LEVELS:
+        rows, rates = sets[level]["train"], []
+        for start in range(0, len(rows), 250):
+            part = rows[start : start + 250]
+            rates += accuracy(model, tokenizer, part, ANCHOR_SAMPLES, generator).tolist()
+        found["pass rate"][level] = round(sum(rates) / len(rates), 4)
+        path = args.out / "anchors" / f"{level}_train.jsonl"
+        old = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+        old = old or [{} for _ in rows]
+        if len(old) != len(rows) or any(
+            o.get("prompt", r["prompt"]) != r["prompt"] for o, r in zip(old, rows)
+        ):
+            raise SystemExit(f"{path} belongs to other tasks: delete it first.")
+        lines = [
+            {"prompt": r["prompt"]}
+            | {k: v for k in ANCHORS if (v := {**o, name: x}.get(k)) is not None}
+            for r, o, x in zip(rows, old, rates)
+        ]
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
+    return found
+
+
+def write_mixed(out, sets):
+    "The first training tasks of every level with the pass rates of both anchors, as one pool for selectors."
+    lines = []
+    for level in LEVELS:
+        path = out / "anchors" / f"{level}_train.jsonl"
+        rates = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+        if not rates or set(ANCHORS) - set(rates[0]):
+            return
+        pairs = zip(sets[level]["train"][:MIXED], rates)
+        lines += [{**task, **rate, "level": level} for task, rate in pairs]
+    text = "".join(json.dumps(x) + "\n" for x in lines)
+    (out / "anchors" / "mixed_train.jsonl").write_text(text, encoding="utf-8")
+
+
 def measure(model, tokenizer, sets, generator):
     "Held-out accuracy of each level, greedy and sampled: [mean, low, high]."
     model.eval()
@@ -292,7 +352,8 @@ def in_words(task):
 
 def hashes(out):
     "Size and sha256 of everything shipped."
-    files = sorted(p for d in ("tasks", "tiny-llama") for p in (out / d).iterdir())
+    folders = [out / d for d in ("anchors", "tasks", "tiny-llama") if (out / d).is_dir()]
+    files = sorted(p for d in folders for p in d.iterdir())
     return {
         p.relative_to(out).as_posix(): {
             "bytes": p.stat().st_size,
@@ -369,6 +430,7 @@ def main():
     )
     ap.add_argument("--max-steps", type=int, default=4000)
     ap.add_argument("--tasks-only", action="store_true")
+    ap.add_argument("--anchors", nargs="*", choices=list(ANCHORS), help="both if none is named")
     args = ap.parse_args()
     start = time.perf_counter()
     torch.set_num_threads(args.threads)
@@ -376,20 +438,22 @@ def main():
         (args.out / folder).mkdir(parents=True, exist_ok=True)
 
     sets = {level: problems(level, args.seed) for level in LEVELS}
+    path, tokenizer = args.out / "manifest.json", make_tokenizer()
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if args.anchors is not None:
+        for name in args.anchors or ANCHORS:
+            old.setdefault("anchors", {})[name] = write_anchors(tokenizer, sets, args, name)
+        write_mixed(args.out, sets)
+        old.pop("files", None)  # files stand last
+        write_manifest(args.out, old | {"files": hashes(args.out)})
+        return
     write_tasks(args.out, sets)
     if args.tasks_only:
-        manifest = json.loads((args.out / "manifest.json").read_text(encoding="utf-8"))
-        manifest["files"] = hashes(args.out)
-        write_manifest(args.out, manifest)
+        write_mixed(args.out, sets)
+        write_manifest(args.out, old | {"files": hashes(args.out)})
         return
 
-    torch.manual_seed(args.seed)  # for the initial weights, which torch draws globally
-    tokenizer = make_tokenizer()
-    model = make_model(len(tokenizer))
-    names = ("batches", "dev", "measure")
-    generators = {k: torch.Generator().manual_seed(args.seed * 10 + i) for i, k in enumerate(names)}
-    history = warm_start(model, tokenizer, sets, args, generators)
-    model.eval()
+    model, history, measuring = trained(tokenizer, sets, args)
     model.save_pretrained(args.out / "tiny-llama")
     tokenizer.save_pretrained(args.out / "tiny-llama")
     tidy(args.out / "tiny-llama")
@@ -404,8 +468,9 @@ def main():
         "parameters": sum(p.numel() for p in model.parameters()),
         "vocabulary": len(tokenizer),
         "warm_start": {"columns": ["step", "loss", "sampled dev accuracy"], "rows": history},
-        "measured": measure(model, tokenizer, sets, generators["measure"]),
+        "measured": measure(model, tokenizer, sets, measuring),
         "greedy_examples": greedy_examples(model, tokenizer, sets["middle"]["eval"]),
+        **({"anchors": old["anchors"]} if "anchors" in old else {}),
         "files": hashes(args.out),
     }
     write_manifest(args.out, manifest)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['shape_logits', 'draw', 'head_logp', 'TokenPolicy', 'stop_tokens', 'quiet_loading', 'find_gguf', 'convert_gguf',
-           'tempfile_dir', 'left_padded', 'reserve_cache', 'length_buckets']
+           'tempfile_dir', 'add_lora', 'merged', 'left_padded', 'reserve_cache', 'length_buckets']
 
 # %% ../../nbs/04_policies.tokens.ipynb #463ee557
 import copy
@@ -187,6 +187,9 @@ class TokenPolicy:
         shrink: float = 0.75,  # drop finished rows when fewer than this share still run; 0 = never
         max_rows: int = 1024,  # completions generated at a time
         fast: bool = True,  # own decoding loop where the architecture is known (same numbers, checked on first use)
+        lora: dict | None = None,  # train low-rank additions only, see `add_lora`
+        autocast: str
+        | None = None,  # "bfloat16": compute in it; weights and log-probs stay in fp32
     ):
         for name, ok, need in (
             ("temperature", temperature > 0, "> 0 (greedy decoding is sample(..., greedy=True))"),
@@ -197,6 +200,11 @@ class TokenPolicy:
         ):
             if not ok:
                 raise ValueError(f"{name} must be {need}, got {locals()[name]}.")
+        if autocast not in (None, "bfloat16"):
+            raise ValueError(f"autocast must be None or 'bfloat16', got {autocast!r}.")
+        if lora is not None:
+            add_lora(model, lora)
+        self.lora, self.autocast = lora is not None, autocast
         self.model, self.tokenizer = model.eval(), tokenizer
         self.max_new_tokens, self.temperature, self.top_k, self.top_p = (
             max_new_tokens,
@@ -237,15 +245,24 @@ class TokenPolicy:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.model.state_dict()
+        "The weights; of a LoRA policy the additions only."
+        state = self.model.state_dict()
+        return {k: v for k, v in state.items() if "lora_" in k} if self.lora else state
 
     def load_state_dict(self, state: dict[str, Tensor]):
-        return self.model.load_state_dict(state)
+        "The reverse of `state_dict`."
+        wrong = self.state_dict().keys() ^ state.keys()
+        if wrong:
+            raise ValueError(
+                f"These weights belong to another model: {sorted(wrong)[:3]} do not fit."
+            )
+        return self.model.load_state_dict(state, strict=not self.lora)
 
     def copy(self) -> "TokenPolicy":
-        "A frozen copy with the present weights, e.g. as reference policy."
+        "A frozen copy with the present weights, e.g. as reference policy; what is never trained is shared."
         other = copy.copy(self)
-        other.model = copy.deepcopy(self.model).requires_grad_(False).eval()
+        shared = {id(p): p for p in self.model.parameters() if not p.requires_grad}
+        other.model = copy.deepcopy(self.model, shared).requires_grad_(False).eval()
         other._checked = {}
         return other
 
@@ -370,9 +387,52 @@ def save_pretrained(
     self: TokenPolicy,
     path: str | Path,  # a folder, made if missing
 ):
-    "Write model (safetensors) and tokenizer in transformers format."
-    self.model.save_pretrained(path)
+    "Write model (safetensors) and tokenizer in transformers format; LoRA additions are added to the weights."
+    model = merged(self.model) if self.lora else self.model
+    model.save_pretrained(path)
     self.tokenizer.save_pretrained(path)
+
+# %% ../../nbs/04_policies.tokens.ipynb #015311fd
+def add_lora(
+    model: nn.Module,  # a transformers causal LM, changed in place
+    options: dict,  # of peft.LoraConfig, and a seed for A
+) -> nn.Module:
+    "Freeze a model and add trainable low-rank matrices to its linear layers (LoRA, 2106.09685), through peft."
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise ValueError("lora needs the package peft: pip install 'grpo_nb[lora]'.") from None
+    options = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"} | dict(options)
+    seed = options.pop("seed", 0)
+    try:
+        config = LoraConfig(**options)
+    except TypeError as e:
+        raise ValueError(f"lora: {e}; its keys are those of peft.LoraConfig, and seed.") from None
+    if config.lora_dropout:
+        raise ValueError(
+            "lora_dropout must be 0: log-probs of sampling and training have to agree."
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model)
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora_" in name)
+    return model
+
+
+def merged(
+    model: nn.Module,  # with LoRA additions
+) -> nn.Module:  # a copy without them
+    "The plain model with the additions added to its weights."
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model = copy.deepcopy(model)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, layer.get_base_layer())
+    return model
 
 # %% ../../nbs/04_policies.tokens.ipynb #279491f6
 @patch
@@ -428,9 +488,11 @@ def _body(self: TokenPolicy, ids, attend, positions, cache=None, use_cache=False
     model = self.model if self._head() is None else self.model.base_model
     name = self._cache_name(model)
     kw = {name: cache} if cache is not None else {}
-    out = model(
-        input_ids=ids, attention_mask=attend, position_ids=positions, use_cache=use_cache, **kw
-    )
+    low = {"dtype": torch.bfloat16, "enabled": True} if self.autocast else {"enabled": False}
+    with torch.autocast(self.device.type, **low):
+        out = model(
+            input_ids=ids, attention_mask=attend, position_ids=positions, use_cache=use_cache, **kw
+        )
     hidden = out.logits if model is self.model else out.last_hidden_state
     return hidden, (getattr(out, name) if use_cache else None)
 
@@ -487,7 +549,7 @@ def _logits(self: TokenPolicy, hidden: Tensor) -> Tensor:
     if head is None:
         return hidden.float()
     weight, bias, scale, cap = head
-    z = F.linear(hidden, weight, bias).float() * scale
+    z = F.linear(hidden.to(weight.dtype), weight, bias).float() * scale
     return torch.tanh(z / cap) * cap if cap else z
 
 
@@ -500,7 +562,7 @@ def _logp(self: TokenPolicy, hidden: Tensor, target: Tensor) -> Tensor:
         return torch.log_softmax(z, -1).gather(1, target[:, None])[:, 0]
     weight, bias, scale, cap = head
     return head_logp(
-        hidden,
+        hidden.to(weight.dtype),
         weight,
         target,
         bias,
@@ -634,8 +696,10 @@ class _FastDecoder:
             and getattr(c, "pretraining_tp", 1) == 1
             and "peft" not in type(model).__module__
             and all(
-                type(layer.self_attn.q_proj) is nn.Linear and type(layer.mlp.up_proj) is nn.Linear
+                type(getattr(part, f"{name}_proj")) is nn.Linear
                 for layer in model.base_model.layers
+                for part, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down")))
+                for name in names
             )
         )
 
@@ -729,6 +793,7 @@ def _decoder(self: TokenPolicy):
     if (
         not self.fast
         or half
+        or self.autocast
         or self._head() is None
         or not self._can_share()
         or not _FastDecoder.fits(self.model)

@@ -1,0 +1,222 @@
+"""Trains in forked children that are killed at random moments until the run is done, and compares with a run that never stopped.
+
+Run as a script, in a fresh interpreter: `python kill_train.py FOLDER SEED VARIANT:KILLS ...`; prints one JSON line for each.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+
+from grpo_nb import checkpoint, trainer
+from grpo_nb.checkpoint import latest
+from grpo_nb.tasks import Taskset, data_path
+from grpo_nb.tracking import is_timing, read_jsonl
+from grpo_nb.trainer import GRPO, load_config
+
+COMMON = ["run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "train_batch_size=4", "steps=8", "threads=1",
+          "checkpoint.every=1", "checkpoint.seconds=0.01", "run.samples_every=1", "run.if_exists=resume"]  # fmt: skip
+VARIANTS = {
+    "plain": ["update.loss.kl_coef=0.01", "optimizer.schedule=cosine"],
+    "epochs": ["update.num_epochs=3", "update.minibatch_size=8", "update.kl_stop.target=0.01", "advantage.mode=gdpo"],
+    "filter": ["steps=4", "filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson"],
+    "curriculum": ["steps=4", "tasks.selector=greso", "filter_groups.enable=true", "tasks.prefetch=true", "eval.every=2", "eval.limit=4", "eval.samples=2"],
+    "workers": ["rewards.run.workers=1", "steps=4"],
+}  # fmt: skip
+
+
+def length_mod(completion, **columns):
+    return (len(completion) % 3) / 2
+
+
+def make(variant, folder):
+    if variant == "diffusion":
+        return diffusion(folder)
+    if variant == "ranking":
+        return ranking(folder)
+    config = load_config(None, [*COMMON, *VARIANTS[variant], f"run.dir={folder}"])
+    rewards = {"length": length_mod}
+    if variant in ("epochs", "workers"):
+        rewards["ends"] = lambda completion, **columns: float(completion[-1:] in "0123")
+    policy = trainer.open_policy(config.policy)
+    tasks = trainer.open_stream(config)
+    held_out = Taskset.load(data_path("tasks/middle_eval.jsonl"))
+    return GRPO(policy, tasks, rewards, config, held_out)
+
+
+class Denoiser(torch.nn.Module):
+    "Two layers on a path of 6 points and the time."
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.inner, self.outer = torch.nn.Linear(13, 32), torch.nn.Linear(32, 12)
+
+    def forward(self, x, time):
+        h = torch.cat([x.flatten(1), time[:, None].to(x)], 1)
+        return self.outer(torch.tanh(self.inner(h))).view_as(x)
+
+
+def diffusion(folder):
+    "Latent trajectories: three epochs over the steps of a sliding window."
+    from grpo_nb.policies.diffusion import DiffusionPolicy, flow_sampler, slide_window
+
+    policy = DiffusionPolicy(Denoiser(), flow_sampler(6), (6, 2), reduce="mean", window=(0, 3))
+    more = [
+        "update.num_epochs=3",
+        "update.minibatch_size=8",
+        "filter_groups.enable=true",
+        "optimizer.lr=1e-2",
+    ]
+    config = load_config(None, [*COMMON, *more, f"run.dir={folder}"])
+    tasks = Taskset.load(data_path("tasks/easy_train.jsonl"))
+    left = lambda completion, **columns: -float(completion[:, 0].mean())
+    return GRPO(policy, tasks, {"left": left}, config, callbacks=[slide_window(3, every=2)])
+
+
+def ranking(folder):
+    "Lists of films, rewards per rank, advantages on the tokens of each item."
+    from grpo_nb import movielens as ml
+    from grpo_nb.ranking import make_relevance_reward, make_safety_reward
+
+    task = folder.parent / "task"
+    if not task.exists():
+        warm = ml.WarmStart(hidden=32, layers=1, steps=30, batch=16, lr=5e-3)
+        ml.build_task(task, ml.load_movies(60, "generated"), warm, eval_generations=2)
+    task = ml.load_task(task)
+    policy = ml.RankingPolicy(task.model, task.tokenizer, task.parser, max_new_tokens=28)
+    rewards = {
+        "relevance": make_relevance_reward(task.parser, "exp_inf"),
+        "safety": make_safety_reward(task.parser, task.oracle),
+    }
+    loss = [
+        "update.loss.level=item",
+        "update.loss.aggregation=seq_mean_item_mean",
+        "update.num_epochs=2",
+    ]
+    config = load_config(None, [*COMMON, *loss, "advantage.mode=gdpo", f"run.dir={folder}"])
+    return GRPO(policy, task.train, rewards, config, task.eval[:4])
+
+
+def train(variant, folder, suicide=None):
+    t = make(variant, folder)
+    if suicide is not None:
+        die_at(suicide)
+    t.fit()
+    t.close()
+    torch.save({k: v for k, v in t.policy.state_dict().items()}, folder / "end.pt")
+
+
+def die_at(n):
+    "Kill this process at the n-th step of writing checkpoints."
+    calls = [0]
+
+    def count(f):
+        def g(*a, **k):
+            calls[0] += 1
+            if calls[0] == n:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return f(*a, **k)
+
+        return g
+
+    for name in ("to_disk", "sum_of", "write_state", "seal", "pack"):
+        setattr(checkpoint, name, count(getattr(checkpoint, name)))
+    trainer.prune = count(trainer.prune)
+
+
+def child(*args):
+    "Fork; the child trains and ends with 0."
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(*args)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def main(variant, folder, kills, seed):
+    torch.set_num_threads(1)
+    rng, folder = random.Random(int(seed)), Path(folder)
+    whole, cut = folder / "whole", folder / "cut"
+    make(variant, folder / "warm")  # imports happen once, before the forks
+    start = time.monotonic()
+    assert os.waitpid(child(variant, whole), 0)[1] == 0
+    span, killed, by_suicide, done, seen = time.monotonic() - start, 0, 0, False, set()
+    rounds = 0
+    while not done:
+        rounds += 1
+        enough = killed >= int(kills)
+        own = not enough and rounds % 3 == 0
+        pid = child(variant, cut, rng.randrange(1, 40) if own else None)
+        deadline = time.monotonic() + (1e9 if enough or own else rng.uniform(0, 0.5) * span)
+        while True:
+            got, status = os.waitpid(pid, os.WNOHANG)
+            if got:
+                break
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+                status = os.waitpid(pid, 0)[1]
+                break
+            time.sleep(0.002)
+        if os.WIFSIGNALED(status):
+            killed += 1
+            by_suicide += own
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                at = latest(cut / "checkpoints")
+            seen.add(at and at.name)
+        elif os.WEXITSTATUS(status):
+            raise SystemExit(f"{variant}: the child failed")
+        elif not enough:  # done too early: once more from the beginning
+            cut.rename(folder / f"done{rounds}")
+        else:
+            done = True
+    compare(whole, cut)
+    for other in folder.glob("done*"):
+        compare(whole, other)
+    print(
+        json.dumps(
+            {"kills": killed, "in_save": by_suicide, "rounds": rounds, "resumed_from": len(seen)}
+        )
+    )
+
+
+def compare(a, b):
+    "Weights, metrics and samples are the same, but for times."
+    one, two = (torch.load(p / "end.pt", weights_only=True) for p in (a, b))
+    assert one.keys() == two.keys()
+    for k in one:
+        assert torch.equal(one[k], two[k]), k
+    keep = lambda row: {k: v for k, v in row.items() if not is_timing(k)}
+    for name in ("metrics", "samples"):
+        x, y = (read_jsonl(p / f"{name}.jsonl")[0] for p in (a, b))
+        x, y = [keep(r) for r in x], [keep(r) for r in y]
+        assert len(x) == len(y), (name, len(x), len(y))
+        for r, q in zip(x, y):
+            assert r == q, (
+                name,
+                r.get("step"),
+                {k: (r.get(k), q.get(k)) for k in r | q if r.get(k) != q.get(k)},
+            )
+
+
+if __name__ == "__main__":
+    folder, seed, *wanted = sys.argv[1:]
+    for variant, kills in (w.split(":") for w in wanted):
+        place = Path(folder) / variant
+        place.mkdir()
+        main(variant, place, kills, seed)

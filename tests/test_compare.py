@@ -1,0 +1,509 @@
+"Comparisons: equal budgets, statistics, crashes, interruptions, the stored study, exports."
+
+import json
+import math
+import os
+import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from grpo_nb.cli import main
+from grpo_nb.compare import (
+    Samples,
+    Seconds,
+    Spec,
+    Steps,
+    Study,
+    Tokens,
+    base_tree,
+    bootstrap_interval,
+    common_curve,
+    compare,
+    holm,
+    improvement,
+    iqm,
+    make_job,
+    read_recipe,
+    run_job,
+    sign_flip,
+    t_interval,
+    tex,
+    to_budget,
+)
+from grpo_nb.tasks import data_path
+from grpo_nb.tracking import DirLock, RunLocked
+
+COUNTS = {"made": 0}
+
+
+class Fake:
+    "A made-up trainer: the score climbs; `batch` samples a step, of which filtering may keep fewer."
+
+    def __init__(self, seed, rate=0.1, batch=64, crash_at=None, ends_at=None, die_at=None):
+        COUNTS["made"] += 1
+        self.rng = np.random.default_rng(seed)
+        self.rate, self.batch = rate, batch
+        self.crash_at, self.ends_at, self.die_at = crash_at, ends_at, die_at
+        self.skill, self.history = 0.3 + 0.02 * (seed % 10), []
+
+    def fit(self, steps):
+        for _ in range(steps):
+            n = len(self.history) + 1
+            if n == self.ends_at:
+                return
+            if n == self.crash_at:
+                raise FloatingPointError("the loss is <not> finite")
+            if n == self.die_at:
+                os._exit(9)
+            self.skill += self.rate * (1 - self.skill) * self.rng.uniform(0.5, 1.5)
+            row = {"n_rollouts_generated": self.batch * n, "tokens_generated": 5 * self.batch * n}
+            row |= {"gen_seconds": 0.25 * n, "reward_seconds": 0.0, "train_seconds": 0.25 * n}
+            self.history.append(row | {"reward": self.skill, "n_rollouts_trained": 32 * n})
+
+    def evaluate(self):
+        return {"eval_sampled": self.skill, "eval_greedy": min(1.0, self.skill + 0.1)}
+
+
+ARMS = {
+    "slow": lambda seed, dir: Fake(seed, 0.05),
+    "fast": lambda seed, dir: Fake(seed, 0.08),
+}
+
+
+def test_budgets_stop_at_the_first_step_that_reaches_them(tmp_path):
+    cases = (
+        (Samples(200), 4),
+        (Tokens(640), 2),
+        (Seconds(1.5), 3),
+        (Steps(7), 7),
+        (Samples(192), 3),
+    )
+    for i, (budget, steps) in enumerate(cases):
+        study = compare(ARMS, seeds=[0], budget=budget, dir=tmp_path / str(i))
+        assert study.frame()["step"].tolist() == [steps, steps]
+        spent = study.table().frame["spent"]
+        per_step = {"samples": 64, "tokens": 320, "seconds": 0.5, "steps": 1}[budget.unit]
+        assert ((spent >= budget.n) & (spent < budget.n + per_step)).all()
+
+
+def test_a_filter_pays_for_what_it_draws(tmp_path):
+    arms = {"all": lambda s, d: Fake(s, batch=32), "filtered": lambda s, d: Fake(s, batch=96)}
+    frame = compare(arms, seeds=[0], budget=Samples(192), dir=tmp_path).frame()
+    assert frame["step"].tolist() == [6, 2] and frame["n_rollouts_generated"].tolist() == [192, 192]
+    assert frame["n_rollouts_trained"].tolist() == [192, 64]
+
+
+def test_a_budget_needs_its_counter(tmp_path):
+    class Bare(Fake):
+        def fit(self, steps):
+            self.history.append({"reward": 1.0})
+
+    study = compare({"a": lambda s, d: Bare(s)}, seeds=[0], budget=Samples(9), dir=tmp_path)
+    assert "needs n_rollouts_generated in every row" in study.runs[0]["error"]
+    for wrong in (0, -1, True, "many"):
+        with pytest.raises(ValueError, match="needs a number > 0"):
+            Samples(wrong)
+    with pytest.raises(ValueError, match="mapping such as"):
+        to_budget({"sample": 3})
+
+
+def test_evaluations_along_the_way_are_where_they_were_asked_for(tmp_path):
+    study = compare(ARMS, seeds=[0], budget=Samples(640), eval_every=Samples(150), dir=tmp_path)
+    seen = study.curves().dropna(subset="eval_sampled")
+    at = seen[seen["variant"] == "slow"]["n_rollouts_generated"].tolist()
+    assert at == [0, 192, 320, 512, 640]
+
+
+def test_finished_runs_are_not_repeated_and_new_seeds_are_added(tmp_path):
+    first = compare(ARMS, seeds=range(2), budget=Steps(3), dir=tmp_path)
+    COUNTS["made"] = 0
+    again = compare(ARMS, seeds=range(2), budget=Steps(3), dir=tmp_path)
+    assert COUNTS["made"] == 0 and again.runs == first.runs
+    compare(ARMS, seeds=range(4), budget=Steps(3), dir=tmp_path)
+    assert COUNTS["made"] == 4
+    compare(ARMS, seeds=range(2), budget=Steps(4), dir=tmp_path)
+    assert COUNTS["made"] == 8
+
+
+def test_a_store_is_loaded_if_it_answers_the_question_and_else_trained_again(tmp_path, capsys):
+    kw = {"seeds": range(2), "dir": tmp_path / "runs", "store": tmp_path / "s.json"}
+    first = compare(ARMS, budget=Steps(3), **kw)
+    text = (tmp_path / "s.json").read_text()
+    assert str(tmp_path) not in text and len(text.splitlines()) > 4
+    COUNTS["made"] = 0
+    kw["dir"] = tmp_path / "elsewhere"
+    again = compare(ARMS, budget=Steps(3), **kw)
+    assert COUNTS["made"] == 0 and again.runs == first.runs and not kw["dir"].exists()
+    with pytest.raises(ValueError, match=r"another specification \(budget.steps\)"):
+        compare(ARMS, budget=Steps(4), if_changed="raise", **kw)
+    compare(ARMS, budget=Steps(4), **kw)
+    assert COUNTS["made"] == 4 and "training again" in capsys.readouterr().out
+    other = ARMS | {
+        "slow": lambda seed, dir: Fake(seed, 0.06)
+    }  # the source is part of the question
+    compare(other, budget=Steps(4), **kw)
+    assert COUNTS["made"] == 6  # "fast" was finished in the folder
+    (tmp_path / "s.json").write_text('{"format": 2}')
+    with pytest.raises(ValueError, match="format 1"):
+        compare(ARMS, budget=Steps(4), **kw)
+
+
+def test_a_crash_is_reported_and_the_others_go_on(tmp_path):
+    def fragile(seed, dir):
+        return Fake(seed, crash_at=2 if seed == 1 else None)
+
+    study = compare(ARMS | {"fragile": fragile}, seeds=range(3), budget=Steps(4), dir=tmp_path)
+    failed = [r for r in study.runs if r["status"] != "done"]
+    assert [(r["variant"], r["seed"]) for r in failed] == [("fragile", 1)]
+    assert "FloatingPointError: the loss is <not> finite" in failed[0]["error"]
+    assert (
+        'File "test_compare.py"' in failed[0]["error"] and str(tmp_path) not in failed[0]["error"]
+    )
+    table = study.table()
+    assert table.frame.set_index("variant").loc["fragile", ["n", "failed", "pairs"]].tolist() == [
+        2,
+        1,
+        2,
+    ]
+    assert "1 of 9 runs failed" in str(table) and "2 (1 failed)" in str(table)
+    page = study.report(tmp_path / "r.html").read_text()
+    assert "the loss is &lt;not&gt; finite" in page
+    # the failed run is tried again, the others are not
+    COUNTS["made"] = 0
+    compare(ARMS | {"fragile": fragile}, seeds=range(3), budget=Steps(4), dir=tmp_path)
+    assert COUNTS["made"] == 1
+
+
+def test_an_interrupted_study_goes_on(tmp_path, capsys):
+    def stubborn(seed, dir):
+        if seed == 1 and not (tmp_path / "once").exists():
+            (tmp_path / "once").write_text("")
+            os.kill(os.getpid(), signal.SIGINT)
+        return Fake(seed)
+
+    study = compare({"a": stubborn}, seeds=range(3), budget=Steps(3), dir=tmp_path / "d")
+    assert study.unfinished == 2 and len(study.runs) == 1
+    assert "1 of 3 runs are finished" in capsys.readouterr().out
+    assert "preliminary" in str(study.table())
+    COUNTS["made"] = 0
+    study = compare({"a": stubborn}, seeds=range(3), budget=Steps(3), dir=tmp_path / "d")
+    assert not study.unfinished and COUNTS["made"] == 2
+    whole = compare({"a": stubborn}, seeds=range(3), budget=Steps(3), dir=tmp_path / "w")
+    assert [r["curve"] for r in study.runs] == [r["curve"] for r in whole.runs]
+
+
+def test_tasks_that_end_and_time_limits_are_marked(tmp_path):
+    arms = {"short": lambda s, d: Fake(s, ends_at=3), "long": lambda s, d: Fake(s)}
+    study = compare(arms, seeds=[0], budget=Steps(9), max_seconds=3.0, dir=tmp_path)
+    assert study.frame()["ended"].tolist() == ["tasks", "max_seconds"]
+    assert study.frame()["step"].tolist() == [2, 6]
+    assert "2 runs ended before the budget: short seed 0 (tasks)" in str(study.table())
+
+
+def test_processes_give_what_one_process_gives_and_survive_a_death(tmp_path):
+    def deadly(seed, dir):
+        return Fake(seed, die_at=2 if seed == 0 else None)
+
+    here = compare(ARMS, seeds=range(2), budget=Steps(3), dir=tmp_path / "one")
+    there = compare(
+        ARMS | {"deadly": deadly}, seeds=range(2), budget=Steps(3), dir=tmp_path / "two", workers=2
+    )
+    alive = [r for r in there.runs if r["variant"] != "deadly"]
+    assert [r["curve"] for r in alive] == [r["curve"] for r in here.runs]
+    dead = [r for r in there.runs if r["status"] == "failed"]
+    assert [(r["variant"], r["seed"]) for r in dead] == [("deadly", 0)]
+    assert "The process of this run died" in dead[0]["error"]
+
+
+def test_any_map_will_do(tmp_path):
+    here = compare(ARMS, seeds=range(2), budget=Steps(3), dir=tmp_path / "one")
+    with ThreadPoolExecutor(2) as pool:
+        there = compare(ARMS, seeds=range(2), budget=Steps(3), dir=tmp_path / "two", map=pool.map)
+    assert [r["curve"] for r in there.runs] == [r["curve"] for r in here.runs]
+    as_list = lambda f, jobs: [json.loads(json.dumps(f(j))) for j in jobs]
+    compare(ARMS, seeds=range(2), budget=Steps(3), dir=tmp_path / "three", map=as_list)
+
+
+def test_a_folder_has_one_study_at_a_time(tmp_path):
+    lock = DirLock(tmp_path / "study.lock")
+    lock.acquire()
+    with pytest.raises(RunLocked):
+        compare(ARMS, seeds=[0], budget=Steps(1), dir=tmp_path)
+    lock.release()
+
+
+def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
+    def refused(match, variants, **kw):
+        given = {"seeds": [0], "budget": Steps(1), "dir": tmp_path / "none"} | kw
+        with pytest.raises(ValueError, match=match):
+            compare(variants, **given)
+        assert not (tmp_path / "none").exists()
+
+    refused("no variants", {})
+    refused("different integers", ARMS, seeds=[1, 1])
+    refused("needs a budget", ARMS, budget=None)
+    refused("same for all", {"a": {"tasks.eval": "x"}})
+    refused("same for all", {"a": {"run": {"dir": "x"}}})
+    refused("num_epoch", {"a": {"update.num_epoch": 2}})
+    refused(r"overlap \(0\)", {"a": {}}, tune={"optimizer.lr": [1e-4]}, tune_seeds=[0])
+    refused("must be a list", {"a": {}}, tune={"optimizer.lr": 1e-4})
+    refused("optimizer.lrr", {"a": {}}, tune={"optimizer.lrr": [1e-4]})
+    refused("is a function", ARMS, tune={"optimizer.lr": [1e-4]})
+    refused("number of steps", {"a": {"optimizer.schedule": "linear"}}, budget=Tokens(5))
+
+
+def test_every_arm_is_tuned_alike():
+    base = base_tree({"train_batch_size": 4})
+    arms = {"a": {}, "b": {"update.num_epochs": 2}, "control": {"optimizer.lr": 3e-4}}
+    spec = Spec(arms, base, [0], Steps(2), tune={"optimizer.lr": [1e-5, 1e-4]}, tune_seeds=[8, 9])
+    jobs = {
+        n: [make_job(spec, n, s, "tune", {"optimizer.lr": v}) for v in (1e-5, 1e-4) for s in (8, 9)]
+        for n in "ab"
+    }
+    for a, b in zip(jobs["a"], jobs["b"]):
+        assert {k: a[k] for k in ("seed", "budget", "base")} == {
+            k: b[k] for k in ("seed", "budget", "base")
+        }
+    assert len({j["key"] for n in "ab" for j in jobs[n]}) == 8
+
+
+# statistics
+
+
+def test_intervals_are_those_of_scipy():
+    x = np.random.default_rng(0).normal(size=7)
+    half = stats.t.ppf(0.975, 6) * x.std(ddof=1) / 7**0.5
+    assert t_interval(x) == pytest.approx((x.mean(), x.mean() - half, x.mean() + half))
+    ci = stats.bootstrap(
+        (x,), np.mean, n_resamples=5000, method="BCa", rng=np.random.default_rng(0)
+    ).confidence_interval
+    assert bootstrap_interval(x) == pytest.approx((x.mean(), ci.low, ci.high))
+    assert iqm(range(1, 9)) == 4.5
+    assert bootstrap_interval([2, 2, 2], iqm) == (2, 2, 2)
+
+
+def test_the_t_interval_covers_what_it_claims():
+    rng = np.random.default_rng(1)
+    hit = [
+        low <= 0 <= high for _, low, high in (t_interval(rng.normal(size=10)) for _ in range(1000))
+    ]
+    assert 0.93 <= np.mean(hit) <= 0.97
+    hit = [
+        low <= 0.5 <= high
+        for _, low, high in (
+            improvement(rng.normal(size=5), rng.normal(size=5)) for _ in range(400)
+        )
+    ]
+    assert 0.91 <= np.mean(hit) <= 0.99
+
+
+def test_the_sign_flip_p_is_exact_and_uniform_under_the_null():
+    assert sign_flip([1, 2, 3, 4, 5]) == pytest.approx(2 / 32)
+    assert sign_flip([0.0, 0.0]) == 1.0
+    rng = np.random.default_rng(2)
+    p = [sign_flip(rng.normal(size=8)) for _ in range(300)]
+    for level in (0.1, 0.25, 0.5):
+        assert (
+            abs(np.mean(np.array(p) <= level + 1e-9) - level)
+            < 3 * (level * (1 - level) / 300) ** 0.5 + 1 / 128
+        )
+    assert holm([0.02, math.nan, 0.01]) == pytest.approx([0.02, math.nan, 0.02], nan_ok=True)
+
+
+def test_identical_arms_do_not_differ(tmp_path):
+    same = {"a": lambda s, d: Fake(s), "b": lambda s, d: Fake(s)}
+    row = compare(same, seeds=range(6), budget=Steps(3), dir=tmp_path).table().frame.loc[1]
+    assert (row["difference"], row["difference_low"], row["difference_high"], row["p"]) == (
+        0,
+        0,
+        0,
+        1,
+    )
+    assert row["better"] == 0.5 and row["better_low"] < 0.5 < row["better_high"]
+
+
+def test_few_seeds_are_said_to_be_few(tmp_path):
+    text = str(compare(ARMS, seeds=range(3), budget=Steps(3), dir=tmp_path).table())
+    assert "Only 3 seeds: no p-value" in text
+    study = compare(ARMS, seeds=range(5), budget=Steps(3), dir=tmp_path)
+    assert (
+        "cannot go below p = 0.0625" in str(study.table()) and study.table().frame["p"][1] == 0.0625
+    )
+    alone = compare({"slow": ARMS["slow"]}, seeds=[0], budget=Steps(2), dir=tmp_path)
+    assert "nan" not in str(alone.table())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2, max_size=9), st.randoms()
+)
+def test_statistics_do_not_depend_on_the_order_of_runs(pairs, random):
+    mixed = random.sample(pairs, len(pairs))
+    for stat in (t_interval, iqm, lambda d: sign_flip(d)):
+        a, b = (np.array([x - y for x, y in p]) for p in (pairs, mixed))
+        assert stat(a) == pytest.approx(stat(b), rel=1e-6, abs=1e-9, nan_ok=True)
+    one, two = (improvement(*zip(*p)) for p in (pairs, mixed))
+    assert one == pytest.approx(two)
+    p, low, high = one
+    assert 0 <= low <= p <= high <= 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.floats(0, 10), min_size=2, max_size=6, unique=True), min_size=1, max_size=4
+    )
+)
+def test_curves_are_never_extrapolated(xs):
+    runs = [(np.sort(x), np.arange(len(x), dtype=float)) for x in map(np.array, xs)]
+    low, high = max(x[0] for x, _ in runs), min(x[-1] for x, _ in runs)
+    if low <= high:
+        at, y = common_curve(runs)
+        assert at.min() >= low and at.max() <= high and y.shape == (len(runs), len(at))
+        for row, (_, v) in zip(y, runs):
+            assert v.min() <= row.min() and row.max() <= v.max()
+
+
+# exports
+
+
+def test_exports_escape_what_their_format_would_read(tmp_path):
+    arms = {"a_b & 50% <i>|": ARMS["slow"], "K=4 #2": ARMS["fast"]}
+    study = compare(arms, seeds=range(5), budget=Steps(3), dir=tmp_path / "d")
+    table = study.table()
+    latex = table.to_latex()
+    assert r"a\_b \& 50\% \textless{}i\textgreater{}|" in latex and r"K=4 \#2" in latex
+    assert r"\textbf{+0.0" in latex and r"eval\_sampled" in latex
+    body = latex.split("\\midrule")[1].split("\\bottomrule")[0].strip().splitlines()
+    assert {len(re.findall(r"(?<!\\)&", line)) for line in body} == {6}
+    assert "<i>" not in table._repr_html_() and r"\|" in table.to_markdown()
+    table.to_csv(tmp_path / "t.csv")
+    import pandas as pd
+
+    again = pd.read_csv(tmp_path / "t.csv")
+    assert again["difference"][1] == pytest.approx(table.frame["difference"][1], rel=1e-12)
+    assert tex("a~b^c\\") == r"a\textasciitilde{}b\textasciicircum{}c\textbackslash{}"
+
+
+def test_the_report_stands_alone(tmp_path):
+    study = compare(ARMS, seeds=range(3), budget=Steps(3), eval_every=Steps(1), dir=tmp_path / "d")
+    page = study.report(tmp_path / "r.html", "A <title>").read_text()
+    assert "A &lt;title&gt;" in page and page.count("data:image/png;base64,") == 3
+    outside = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "", page)
+    assert not re.search(r"https?://|//[a-z]|<script|<link|@import|url\(", outside)
+    for path in (str(tmp_path), os.getcwd(), os.path.expanduser("~/"), "site-packages"):
+        assert path not in outside
+    assert "eval_greedy" in outside and "torch" in outside
+
+
+def test_another_metric_and_an_unknown_one(tmp_path):
+    study = compare(ARMS, seeds=range(3), budget=Steps(3), dir=tmp_path)
+    assert study.table("eval_greedy", "fast").frame["difference"][0] < 0
+    for wrong in (lambda: study.table("eval_gredy"), lambda: study.plot(metric="eval_gredy")):
+        with pytest.raises(ValueError, match="eval_greedy"):
+            wrong()
+    with pytest.raises(ValueError, match="slow"):
+        study.table(baseline="slw")
+
+
+# real runs
+
+BASE = {
+    "train_batch_size": 3,
+    "num_generations": 4,
+    "policy": {"max_new_tokens": 8},
+    "eval": {"limit": 6, "samples": 2},
+}
+
+
+def test_real_runs_share_their_start_and_their_tasks(tmp_path):
+    arms = {"K=1": {}, "K=2": {"update.num_epochs": 2}}
+    study = compare(arms, BASE, seeds=[3], budget=Samples(24), dir=tmp_path)
+    frame = study.frame()
+    assert frame["n_rollouts_generated"].tolist() == [24, 24] and frame["step"].tolist() == [2, 2]
+    assert frame["optimizer_steps"].tolist() == [2, 4]
+    one, two = (r["curve"] for r in study.runs)
+    assert one["reward"][1] == two["reward"][1]  # the first batch is the same
+    assert one["eval_sampled"][0] == two["eval_sampled"][0]
+    config = json.loads(json.dumps(study.spec["base"]))
+    assert config["train_batch_size"] == 3 and "seed" not in config
+
+
+def test_a_variant_about_rewards_is_judged_by_the_base(tmp_path):
+    arms = {
+        "base": {"optimizer.lr": 0.0},
+        "longer": {
+            "optimizer.lr": 0.0,
+            "rewards.functions.long": {"reward": "length_target", "target": 8},
+        },
+    }
+    study = compare(arms, BASE, seeds=[0], budget=Steps(1), dir=tmp_path)
+    a, b = study.frame()["eval_sampled"]
+    assert a == b  # nothing was learned, and the second reward does not count
+    rewards = [r["curve"]["reward"][1] for r in study.runs]
+    assert rewards[1] > rewards[0]
+
+
+def test_a_run_that_was_cut_goes_on_from_its_checkpoint(tmp_path):
+    spec = Spec(
+        {"a": {}}, base_tree(BASE), [0], Steps(4), eval_every=Steps(1), dir=tmp_path / "cut"
+    )
+    job = make_job(spec, "a", 0)
+
+    from grpo_nb import trainer
+
+    old, count = trainer.GRPO.step, []
+
+    def step(self, *args, **kw):
+        count.append(1)
+        if len(count) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return old(self, *args, **kw)
+
+    trainer.GRPO.step = step
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_job(job)
+        assert not os.path.exists(os.path.join(job["dir"], "result.json"))
+        done = len(count)
+        again = run_job(job)
+        assert again["status"] == "done", again["error"]
+        assert len(count) - done <= 4 - 1  # the first steps were not repeated
+    finally:
+        trainer.GRPO.step = old
+    whole = run_job(
+        make_job(
+            Spec(
+                {"a": {}}, base_tree(BASE), [0], Steps(4), eval_every=Steps(1), dir=tmp_path / "w"
+            ),
+            "a",
+            0,
+        )
+    )
+    for k, v in whole["curve"].items():
+        if k in ("reward", "eval_sampled", "n_rollouts_generated", "grad_norm", "step"):
+            assert v == again["curve"][k], k
+
+
+def test_recipes_with_and_without_a_compare_block(capsys):
+    config, block = read_recipe("data:recipes/quickstart.yaml", ["optimizer.lr=5e-5"])
+    assert config.optimizer.lr == 5e-5 and set(block["variants"]) and block["budget"]
+    assert read_recipe(data_path("recipes/smollm2.yaml"))[1] == {}
+    with pytest.raises(ValueError, match="No recipe at"):
+        read_recipe("nowhere.yaml")
+    assert main(["compare", str(data_path("recipes/smollm2.yaml"))]) == 2
+    assert "no compare block" in capsys.readouterr().err
+
+
+def test_a_study_without_curves_still_reports(tmp_path):
+    broken = {"a": lambda s, d: Fake(s, crash_at=1), "b": lambda s, d: Fake(s, crash_at=1)}
+    study = compare(broken, seeds=range(2), budget=Steps(2), dir=tmp_path / "d")
+    assert "4 of 4 runs failed" in str(study.table())
+    assert "Failed runs" in study.report(tmp_path / "r.html").read_text()
+    assert isinstance(study, Study) and len(study.curves()) == 0

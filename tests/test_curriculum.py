@@ -1,0 +1,228 @@
+"Scheduler, selectors and filter groups together: a run killed at any point continues as if nothing had happened."
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_nb.cli import main
+from grpo_nb.core import Rollout
+from grpo_nb.filter_groups import FilterGroupsConfig, GroupCollector
+from grpo_nb.scheduler import TasksetScheduler
+from grpo_nb.selectors import SELECTORS, TaskSelectorConfig
+from grpo_nb.tasks import Task, Taskset, data_path
+from grpo_nb.tracking import Run as LoggedRun
+from grpo_nb.trainer import load_config, open_stream
+
+SIZES = {"easy": 17, "middle": 40, "hard": 9}
+STEPS, BATCH, SAMPLES = 40, 4, 4
+STAGES = [
+    {"samples": 60, "weights": {"easy": 2, "middle": 1}},
+    {"weights": {"middle": 1, "hard": 2}},
+]
+# selectors of the three tasksets, share policy, reading ahead
+RUNS = {
+    "size": (("difficulty_based", "thompson", "greso"), "size", True),
+    "ucb": (("shuffle", "learnability", "offline_easy2hard"), {"kind": "ucb", "window": 16}, False),
+    "stages": (("random", "sequential", "thompson"), {"kind": "stages", "stages": STAGES}, False),
+    "softmax_q": (("greso", "difficulty_based", "learnability"), {"kind": "softmax_q", "tau": 0.3}, False),
+}  # fmt: skip
+OPTIONS = {
+    "random": {"wrap": "epochs"},
+    "difficulty_based": {"tau": 0, "do_sample": True, "target_reward": 0.5, "lamb": 0.1, "wrap": "epochs"},
+    "thompson": {"lamb": 0.05, "pool": 2, "wrap": "epochs"},
+    "learnability": {"lamb": 0.05, "wrap": "epochs"},
+}  # fmt: skip
+KEYS = {"difficulty_based": ["weak", "strong"], "offline_easy2hard": ["weak"]}
+
+
+class Tasks:
+    "Tasks of growing difficulty, with the pass rates of a weak and a strong simulated model."
+
+    def __init__(self, size, shift):
+        self.ease = np.linspace(2, -2, size) - shift
+        self.columns = {
+            k: 1 / (1 + np.exp(-(self.ease + s))) for k, s in (("weak", -1), ("strong", 3))
+        }
+
+    def __len__(self):
+        return len(self.ease)
+
+    def __getitem__(self, i):
+        return Task(f"task {i}", {"ease": float(self.ease[i])}, "", i)
+
+    def column(self, name):
+        return self.columns[name]
+
+
+class Run:
+    "A scheduler, a collector and a learner whose skill grows with every informative group."
+
+    def __init__(self, label, filtering, state=None):
+        selectors, shares, prefetch = RUNS[label]
+        data = {k: Tasks(n, 2 * i) for i, (k, n) in enumerate(SIZES.items())}
+        self.scheduler = TasksetScheduler(
+            data,
+            BATCH,
+            [TaskSelectorConfig(s, 7, KEYS.get(s, []), OPTIONS.get(s, {})) for s in selectors],
+            total_epochs=None,
+            seed=3,
+            shares=shares,
+            prefetch=prefetch,
+            operators=["pass_rate_calculator"],
+        )
+        config = FilterGroupsConfig(
+            enable=filtering, metric="correct", max_num_gen_batches=3, on_cap="train_partial",
+            surplus="carry", max_staleness=1, sizing="adaptive", log_format=None,
+        )  # fmt: skip
+        self.collector = GroupCollector(
+            config, BATCH, SAMPLES, on_rewarded=self.scheduler.observe, make_task=Task
+        )
+        self.skill, self.rng, self.stream = -1.0, np.random.default_rng(5), []
+        if state is not None:
+            state = pickle.loads(state)
+            self.scheduler.load_state_dict(state["scheduler"])
+            tensors = {k: torch.from_numpy(x) for k, x in state["collector"]["tensors"].items()}
+            self.collector.load_state_dict(state["collector"] | {"tensors": tensors})
+            self.skill, self.rng.bit_generator.state = state["skill"], state["rng"]
+
+    def save(self):
+        "All of it, as bytes in a file."
+        state = {"scheduler": self.scheduler.state_dict(), "collector": self.collector.state_dict()}
+        tensors = state["collector"]["tensors"]
+        state["collector"]["tensors"] = {k: t.numpy() for k, t in tensors.items()}  # pickles faster
+        return pickle.dumps(state | {"skill": self.skill, "rng": self.rng.bit_generator.state})
+
+    def event(self):
+        "One generation batch, or the end of a step: the points at which a run may be killed."
+        if self.collector.done:
+            got = self.collector.take().rollout
+            trained = [] if got is None else [got.tasks[i] for i in range(0, len(got), SAMPLES)]
+            self.skill += 0.02 * len(trained)
+            self.stream.append(("step", [(t.taskset_id, t.index) for t in trained]))
+            return
+        tasks = self.scheduler.read(self.collector.needed)
+        self.stream.append(("read", [(t.taskset_id, t.index) for t in tasks]))
+        rate_P = 1 / (1 + np.exp(-(np.array([t["ease"] for t in tasks]) + self.skill)))
+        solved = self.rng.random((len(tasks), SAMPLES)) < rate_P[:, None]
+        n = solved.size
+        self.collector.add(
+            Rollout(
+                torch.arange(n) // SAMPLES,
+                [t for t in tasks for _ in range(SAMPLES)],
+                {},
+                torch.ones(n, 1).bool(),
+                torch.zeros(n, 1),
+                [None] * n,
+                torch.tensor(solved.reshape(n, 1), dtype=torch.float32),
+                None,
+                ("correct",),
+                {},
+            )
+        )
+
+    @property
+    def steps(self):
+        return sum(kind == "step" for kind, _ in self.stream)
+
+
+def canonical(state, path=""):
+    "A state as bytes: names, scalars and the bytes of arrays."
+    if isinstance(state, dict):
+        return b"".join(canonical(v, f"{path}/{k}") for k, v in state.items())
+    if isinstance(state, np.ndarray):
+        return f"{path} {state.dtype} {state.shape} ".encode() + state.tobytes()
+    return f"{path} {state!r}\n".encode()
+
+
+@pytest.mark.parametrize("label, filtering", [*((k, True) for k in RUNS), ("size", False)], ids=str)
+def test_killed_at_every_point_and_resumed(label, filtering):
+    whole, states = Run(label, filtering), []
+    while whole.steps < STEPS:
+        states.append(whole.save())
+        whole.event()
+    states.append(whole.save())
+    # a new process after every event, each from the state that the one before left: as many resumes as there
+    # are points to be killed at. All that decides the rest of the run is equal byte by byte after each
+    state = states[0]
+    for k, event in enumerate(whole.stream):
+        run = Run(label, filtering, state)
+        run.event()
+        assert run.stream == [event], k
+        state = run.save()
+        assert canonical(pickle.loads(state)) == canonical(pickle.loads(states[k + 1])), k
+        run.scheduler.close()
+    # and processes that go on to the end after one resume
+    for k in (len(states) // 3, 3 * len(states) // 4):
+        run = Run(label, filtering, states[k])
+        while run.steps + sum(kind == "step" for kind, _ in whole.stream[:k]) < STEPS:
+            run.event()
+        assert run.stream == whole.stream[k:]
+        assert canonical(pickle.loads(run.save())) == canonical(pickle.loads(states[-1]))
+        run.scheduler.close()
+    whole.scheduler.close()
+    if filtering:  # batches of different sizes, dropped groups and a kill inside a step did occur
+        sizes = {len(tasks) for kind, tasks in whole.stream if kind == "read"}
+        assert len(sizes) > 2 and whole.collector.gen_steps > 1.3 * STEPS
+
+
+def test_every_selector_is_here():
+    built_in = {k for k, c in SELECTORS.items() if c.__module__ == "grpo_nb.selectors"}
+    assert {s for selectors, _, _ in RUNS.values() for s in selectors} == built_in
+
+
+def test_dropped_groups_teach_the_selector():
+    run = Run("softmax_q", True)
+    while run.steps < 8:
+        run.event()
+    drawn = {t for kind, tasks in run.stream if kind == "read" for t in tasks}
+    trained = {t for kind, tasks in run.stream if kind == "step" for t in tasks}
+    for name, selector in list(zip(run.scheduler.ids, run.scheduler.selectors))[1:]:
+        known = set(selector.estimator.visits.state_dict()["tasks"].tolist())
+        assert known == {i for t, i in drawn if t == name}
+    assert trained < drawn
+    samples = sum(len(tasks) for kind, tasks in run.stream if kind == "read")
+    assert run.scheduler.cursor == samples
+
+
+# The recipe --------------------------------------------------------------------------------------
+
+RECIPE = "recipes/curriculum.yaml"
+
+
+def test_recipe_moves_from_easy_to_hard():
+    config = load_config(data_path(RECIPE))
+    stream = open_stream(config)
+    counts = []
+    for size in (640, 960, 960):
+        ids = [t.taskset_id for t in stream.read(size)]
+        counts.append([ids.count(k) / size for k in ("easy", "middle", "hard")])
+    assert counts[0][2] == counts[1][0] == counts[2][0] == 0
+    # an epoch is longer than a stage, so shares inside a stage are those of a shuffled row: nearly exact
+    wanted = [[1 / 4, 3 / 4, 0], [0, 3 / 4, 1 / 4], [0, 1 / 2, 1 / 2]]
+    assert np.abs(np.array(counts) - wanted).max() < 0.05
+    kinds = [s.config.selector_type for s in stream.selectors]
+    assert kinds == ["greso", "difficulty_based", "difficulty_based"]
+    middle = stream.selectors[1]
+    weak = Taskset.load(data_path("anchors/middle_train.jsonl")).column("weak")
+    assert (middle.estimator.weak == weak).all()
+
+
+def test_recipe_trains_two_steps(tmp_path, capsys):
+    stages = "[{samples: 8, weights: {easy: 1}}, {weights: {middle: 1, hard: 1}}]"
+    options = [
+        "steps=2", "train_batch_size=8", "num_generations=4", "eval.limit=4", "eval.samples=1",
+        "run.progress=false", f"run.dir={tmp_path}/run", f"tasks.shares.stages={stages}",
+    ]  # fmt: skip
+    assert main(["train", str(data_path(RECIPE)), *options]) == 0
+    assert "hard/sampled" in capsys.readouterr().out
+    rows = LoggedRun.open(tmp_path / "run").frame()
+    assert len(rows) == 2 and (rows["selection/groups"] == 8).all()
+    assert rows["selection/pass_rate"].between(0, 1).all()
+
+
+def test_recipe_without_its_curriculum():
+    config = load_config(data_path(RECIPE), ["tasks.shares=size"])
+    ids = [t.taskset_id for t in open_stream(config).read(6150)]
+    assert [ids.count(k) for k in ("easy", "middle", "hard")] == [150, 4000, 2000]

@@ -1,0 +1,384 @@
+"Dynamic sampling inside the training loop, on the embedded model: counters, feedback, limits, order, resume."
+
+import json
+import math
+
+import pytest
+import torch
+
+from grpo_nb.filter_groups import FilterCapError, FilterGroupsConfig
+from grpo_nb.policies.tokens import TokenPolicy
+from grpo_nb.rewards import exact_answer
+from grpo_nb.tasks import Task, Taskset, data_path
+from grpo_nb.tracking import Run
+from grpo_nb.trainer import GRPO, TaskStream, learning_rate, load_config
+
+RIGHT = exact_answer(extract="marker", marker="</think>")
+TASKS = Taskset.load(data_path("tasks/middle_train.jsonl"))
+FILTER = ("filter_groups.enable=true", "filter_groups.log_format=null")
+
+
+def make(*over, reward=RIGHT, tasks=TASKS, config=None, **kw):
+    base = ["train_batch_size=6", "num_generations=4", "run.progress=false", "threads=1"]
+    config = config or load_config(None, [*base, *FILTER, *over])
+    policy = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=10)
+    rewards = reward if isinstance(reward, dict) else {"acc": reward}
+    return GRPO(policy, tasks, rewards, config, **kw)
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
+
+
+def timed(name):
+    return any(w in name for w in ("seconds", "time", "_ms"))
+
+
+class Watched(TaskStream):
+    "A stream that remembers what it was told."
+
+    def __init__(self, tasks, seed=0):
+        super().__init__(tasks, seed)
+        self.told, self.asked = [], []
+
+    def read(self, n):
+        self.asked.append(n)
+        return super().read(n)
+
+    def feedback(self, rollout):
+        self.told.append(rollout)
+
+
+def constant_groups(rollout):
+    r = rollout.rewards_NR[:, 0]
+    return sum(
+        bool((r[rollout.group_N == g] == r[rollout.group_N == g][0]).all())
+        for g in rollout.group_N.unique()
+    )
+
+
+# --- counting ------------------------------------------------------------------------------------
+
+
+def test_the_stream_is_told_about_dropped_groups_too():
+    stream = Watched(TASKS)
+    t = make("steps=2", tasks=stream).fit()
+    rows = t.history
+    assert [r.num_groups for r in stream.told] == stream.asked
+    assert sum(stream.asked) == rows[-1]["n_prompts"] == stream.cursor
+    assert sum(len(r) for r in stream.told) == rows[-1]["n_rollouts_generated"]
+    dropped = sum(r["filter/groups_generated"] - r["filter/kept"] for r in rows)
+    assert sum(map(constant_groups, stream.told)) == dropped > 0
+    order = [task.index for r in stream.told for task in r.tasks[::4]]
+    again = TaskStream(TASKS)
+    assert order == [task.index for task in again.read(len(order))]  # each once, in order
+
+
+@pytest.mark.parametrize("when", ["batch", "step"])
+def test_when_the_stream_is_told(when):
+    stream, at = Watched(TASKS), []
+    t = make("steps=2", f"filter_groups.feedback={when}", tasks=stream)
+    read = stream.read
+    stream.read = lambda n: at.append(len(stream.told)) or read(n)
+    t.fit()
+    batches = [r["train/num_gen_batches"] for r in t.history]
+    assert max(batches) > 1
+    told_before = (
+        list(range(len(at))) if when == "batch" else [0] * batches[0] + [batches[0]] * batches[1]
+    )
+    assert at == told_before
+
+
+def test_generation_batches_and_training_steps_are_counted_apart():
+    t = make("steps=3", "optimizer.schedule=linear", "optimizer.warmup=2").fit()
+    rows = t.history
+    batches = sum(r["train/num_gen_batches"] for r in rows)
+    assert batches > 3 == t.step_done == t.collector.train_steps
+    assert t.collector.gen_steps == rows[-1]["filter/gen_steps"] == batches
+    assert rows[-1]["optimizer_steps"] == 3
+    assert rows[-1]["n_rollouts_generated"] == batches * 24 > rows[-1]["n_rollouts_trained"] == 72
+    assert t.stream.cursor == rows[-1]["n_prompts"] == batches * 6
+    expected = [learning_rate(t.config.optimizer, s, 3) for s in range(3)]
+    assert [r["learning_rate"] for r in rows] == expected
+    plain = make(
+        "steps=3", "optimizer.schedule=linear", "optimizer.warmup=2", "filter_groups.enable=false"
+    )
+    assert [r["learning_rate"] for r in plain.fit().history] == expected
+
+
+def test_every_trained_group_varies_and_the_row_says_what_it_cost():
+    t = make("steps=2").fit()
+    for row in t.history:
+        assert row["frac_reward_zero_std"] == 0
+        n, kept = row["filter/groups_generated"], row["filter/kept"]
+        assert row["train/filter_rate"] == pytest.approx(1 - kept / n)
+        assert row["train/num_kept_prompts"] == kept == 6 + row["filter/surplus"]
+        assert row["filter/samples_per_trained"] == pytest.approx(n / 6)
+        assert row["filter/frac_all_high"] + row["filter/frac_all_low"] == pytest.approx(
+            row["train/filter_rate"]
+        )
+        assert 0 < row["train/mean_metric_std"] < 0.5 and row["filter/age_max"] == 0
+
+
+def test_held_out_tasks_are_never_filtered():
+    t = make("steps=1", "eval.samples=4", "eval.limit=20", eval_tasks=TASKS)
+    a, b = (
+        t.evaluate(),
+        make(
+            "filter_groups.enable=false", "eval.samples=4", "eval.limit=20", eval_tasks=TASKS
+        ).evaluate(),
+    )
+    assert a.values == b.values and a.n_tasks == 20
+    assert t.collector.gen_steps == 0 and t.collector.samples_seen == 0
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+def test_the_block_of_verl_can_be_pasted(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        """
+train_batch_size: 4
+num_generations: 4
+steps: 1
+algorithm:
+  filter_groups:
+    _target_: verl.trainer.config.FilterGroupsConfig
+    enable: False # We try to avoid forgetting to set enable
+    metric: null # acc / score / seq_reward / seq_final_reward / ...
+    max_num_gen_batches: 0 # Non-positive values mean no upper limit
+"""
+    )
+    off = load_config(recipe)
+    assert not off.filter_groups.enable and make(config=off).collector is None
+    over = [
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.metric=acc",
+        "algorithm.filter_groups.max_num_gen_batches=10",
+        "run.progress=false",
+    ]
+    on = load_config(recipe, over)
+    f = on.filter_groups
+    assert (f.enable, f.metrics, f.max_num_gen_batches, f.rule_name) == (
+        True,
+        ("acc",),
+        10,
+        "metric",
+    )
+    row = make(config=on).fit().history[-1]
+    assert row["frac_reward_zero_std"] == 0 and row["filter/groups_trained"] == 4
+    with pytest.raises(ValueError, match="Did you mean 'max_num_gen_batches'"):
+        load_config(recipe, ["algorithm.filter_groups.max_gen_batches=3"])
+
+
+def test_several_metrics_and_a_band_from_overrides():
+    f = load_config(None, ["filter_groups.metric=[acc,length]", "filter_groups.band=[0.2,1]"])
+    assert f.filter_groups.metrics == ("acc", "length") and f.filter_groups.band == (0.2, 1.0)
+    short = lambda completions, **columns: [float(len(c) < 20) for c in completions]
+    both = {"acc": only(()), "length": short}  # acc never varies
+    t = make("filter_groups.metric=[acc,length]", "steps=1", reward=both).fit()
+    assert t.history[-1]["filter/groups_trained"] == 6
+
+
+def test_the_metric_may_be_a_function_and_the_run_is_still_recorded(tmp_path):
+    config = load_config(
+        None, ["train_batch_size=4", "num_generations=4", "steps=1", "run.progress=false"]
+    )
+    config.run.dir = str(tmp_path / "run")
+    config.filter_groups = FilterGroupsConfig(enable=True, metric=lengths, log_format=None)
+    t = make(config=config).fit()
+    t.close()
+    assert t.history[-1]["filter/kept_without_signal"] >= 0
+    assert len(Run.open(tmp_path / "run").frame()) == 1
+
+
+def lengths(rollout):
+    return rollout.lengths_N
+
+
+def test_a_metric_the_batch_lacks_is_refused_with_what_there_is():
+    with pytest.raises(KeyError, match="Did you mean 'acc'.*truncated"):
+        make("filter_groups.metric=accc").step()
+
+
+def test_one_sample_per_group_is_refused_before_sampling():
+    with pytest.raises(ValueError, match="cannot vary"), pytest.warns(UserWarning):
+        make("num_generations=1")
+
+
+# --- the limit -----------------------------------------------------------------------------------
+
+
+def only(indices):
+    "Rewards that vary for some tasks only."
+
+    def acc(completions, answer, **columns):
+        return [float(i % 2) if int(a) % 10 in indices else 0.0 for i, a in enumerate(answer)]
+
+    return acc
+
+
+def test_at_the_limit_the_run_stops_with_counts():
+    t = make("filter_groups.max_num_gen_batches=2", reward=only(()))
+    with pytest.raises(
+        FilterCapError, match="0 of 6 groups collected, 12 of 12 .* 0 all high, 12 all low"
+    ):
+        t.fit()
+    assert t.step_done == 0 and t.collector.gen_steps == 2 and t.stream.cursor == 12
+
+
+def test_a_skipped_step_trains_nothing_and_says_so():
+    t = make(
+        "steps=2",
+        "filter_groups.max_num_gen_batches=2",
+        "filter_groups.on_cap=skip_step",
+        reward=only(()),
+    )
+    start = weights(t)
+    t.fit()
+    assert t.step_done == 2 and torch.equal(weights(t), start)
+    assert t.collector.gen_steps == 4 and t.collector.train_steps == 0
+    for row in t.history:
+        assert math.isnan(row["loss"]) and row["train/filter_rate"] == 1
+        assert row["optimizer_steps"] == 0 and row["n_rollouts_trained"] == 0
+    assert "all samples are wrong" in t.collector.warnings["cap"]
+
+
+def test_a_partial_batch_is_trained_on_and_counted():
+    t = make(
+        "steps=1",
+        "filter_groups.max_num_gen_batches=2",
+        "filter_groups.on_cap=train_partial",
+        reward=only((3, 7)),
+    )
+    start = weights(t)
+    row = t.fit().history[-1]
+    assert 0 < row["filter/groups_trained"] < 6
+    assert row["filter/batch_fraction"] == row["filter/groups_trained"] / 6
+    assert row["n_rollouts_trained"] == 4 * row["filter/groups_trained"]
+    assert not torch.equal(weights(t), start)
+
+
+def test_the_adaptive_limit_ends_a_hopeless_step():
+    t = make(
+        "steps=1",
+        "filter_groups.adaptive_cap=true",
+        "filter_groups.on_cap=skip_step",
+        reward=only(()),
+    )
+    assert t.fit().history[-1]["train/num_gen_batches"] == 2
+
+
+# --- one batch: drop and mask ----------------------------------------------------------------------
+
+
+def test_drop_and_mask_train_the_same_policy():
+    both = []
+    for action in ("drop", "mask"):
+        t = make("steps=1", f"filter_groups.action={action}", "train_batch_size=12")
+        t.optimizer = torch.optim.SGD(t.policy.parameters(), 0.1)
+        row = t.fit().history[-1]
+        assert row["train/num_gen_batches"] == 1 and 0 < row["filter/batch_fraction"] < 1
+        both.append(weights(t))
+    torch.testing.assert_close(*both, atol=1e-6, rtol=1e-5)
+
+
+# --- carry-over ----------------------------------------------------------------------------------
+
+
+def test_carried_groups_keep_the_log_probs_of_the_policy_that_sampled_them():
+    t = make(
+        "steps=3",
+        "filter_groups.surplus=carry",
+        "filter_groups.max_staleness=1",
+        "optimizer.lr=1e-3",
+        "optimizer.warmup=0",
+    )
+    sampled, trained = {}, []
+    generate = t.generate
+
+    def remember(tasks):
+        r = generate(tasks)
+        for i, task in enumerate(r.tasks[::4]):
+            rows = slice(4 * i, 4 * i + 4)
+            sampled[task.index] = (t.step_done, r.old_logp_NS[rows], r.mask_NS[rows])
+        return r
+
+    t.generate = remember
+    t.callbacks.append(lambda t, row: trained.append((row, t._last[0])))
+    t.fit()
+    old = 0
+    for step, (row, r) in enumerate(trained):
+        ages = r.info["age"]
+        assert row["filter/age_max"] == ages.max() <= 1
+        assert row["filter/age_mean"] == pytest.approx(ages.double().mean().item())
+        for i, task in enumerate(r.tasks[::4]):
+            born, logp, mask = sampled[task.index]
+            mine = r.mask_NS[4 * i : 4 * i + 4]
+            assert ages[4 * i] == step - born
+            torch.testing.assert_close(
+                r.old_logp_NS[4 * i : 4 * i + 4][mine], logp[mask], atol=0, rtol=0
+            )
+            old += step > born
+    assert old and trained[1][0]["filter/carried_in"] > 0
+    assert trained[0][0]["filter/carried"] == trained[1][0]["filter/carried_in"]
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [[], ["filter_groups.gen_batch_size=2"]])
+def test_sampling_while_rewards_are_awaited_trains_the_same_policy(options):
+    def run(overlap):
+        t = make(
+            "steps=2", "filter_groups.feedback=step", f"filter_groups.overlap={overlap}", *options
+        )
+        t.fit()
+        return t
+
+    a, b = run("false"), run("true")
+    assert torch.equal(weights(a), weights(b)) and a.stream.cursor == b.stream.cursor
+    for x, y in zip(a.history, b.history):
+        for k in x:
+            if not timed(k) and k != "filter/wasted":  # what a batch sampled in vain costs is told
+                assert x[k] == y[k] or math.isnan(x[k]) and math.isnan(y[k]), k
+
+
+# --- resume --------------------------------------------------------------------------------------
+
+
+def test_stopped_between_two_generation_batches_the_run_ends_in_the_same_bytes():
+    options = ("steps=3", "filter_groups.gen_batch_size=4", "filter_groups.surplus=carry",
+               "filter_groups.max_staleness=1")  # fmt: skip
+    whole = make(*options).fit()
+    t, stops, collected = make(*options), 0, []
+    t.collector.make_task = Task
+    while t.step_done < 3:
+        got = t.collector.collect(
+            t.generate, t.score, policy_version=t.step_done, on_batch=lambda c: not c.done
+        )
+        if got.outcome != "paused":
+            r = got.rollout
+            collected.append(got.metrics)
+            t.step(r.replace(info=r.info | {"age": t.step_done - r.info["policy_version"]}))
+            continue
+        stops += 1
+        other, state = make(*options), t.state_dict()
+        held = state["collector"]
+        state["collector"] = held | {"json": json.loads(json.dumps(held["json"]))}
+        other.load_state_dict(state)
+        other.history = t.history
+        t = other
+    assert stops >= 3
+    assert torch.equal(weights(t), weights(whole))
+    mine, theirs = t.collector.state_dict(), whole.collector.state_dict()
+    assert json.dumps(mine["json"]) == json.dumps(theirs["json"])
+    assert mine["tensors"].keys() == theirs["tensors"].keys()
+    assert all(torch.equal(v, theirs["tensors"][k]) for k, v in mine["tensors"].items())
+    assert t.stream.cursor == whole.stream.cursor
+    for metrics, row, plain in zip(collected, t.history, whole.history):
+        assert json.dumps(metrics) == json.dumps({k: plain[k] for k in metrics})
+        for k in row:
+            if not timed(k):
+                assert row[k] == plain[k] or math.isnan(row[k]) and math.isnan(plain[k]), k

@@ -1,0 +1,383 @@
+"Checkpoints and resume of the real trainer: every cut, every fault, kills."
+
+import ast
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_nb import checkpoint
+from grpo_nb.checkpoint import (
+    CheckpointError,
+    check_seal,
+    checkpoints,
+    latest,
+    read_state,
+    seal,
+)
+from grpo_nb.tracking import RunLocked, read_jsonl
+from grpo_nb.trainer import GRPO, Paused, check_resume, load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "train_batch_size=4", "steps=5", "run.samples_every=1"]  # fmt: skip
+SETUPS = {
+    "plain": ["update.loss.kl_coef=0.01", "optimizer.schedule=cosine"],
+    "epochs": ["update.num_epochs=3", "update.minibatch_size=8", "update.kl_stop.target=0.001", "eval.every=2", "eval.limit=4", "eval.samples=2"],
+    "filter": ["filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson", "tasks.prefetch=true"],
+    "overlap": ["filter_groups.enable=true", "filter_groups.overlap=true", "filter_groups.feedback=step", "tasks.selector=greso"],
+}  # fmt: skip
+
+
+def thirds(completion, **columns):
+    return (len(completion) % 3) / 2
+
+
+def make(folder, *more, **parts):
+    config = load_config(None, [*SMALL, *more, *([f"run.dir={folder}"] if folder else [])])
+    parts.setdefault("rewards", {"thirds": thirds})
+    trainer = GRPO.from_config(config, **parts)
+    return trainer
+
+
+def rows(trainer):
+    return read_jsonl(trainer.run.dir / "metrics.jsonl")[0]
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_every_cut_ends_with_the_same_bytes(setup, tmp_path):
+    build = lambda d: make(d, *SETUPS[setup])
+    check_resume(build, 4, tmp_path, rewards=lambda: {"thirds": thirds})
+
+
+def test_resuming_twice_and_with_another_batch_size(tmp_path):
+    whole = make(tmp_path / "whole").fit()
+    part = make(tmp_path / "cut").fit(1)
+    part.close()
+    for _ in range(2):  # steps 2 and 3
+        part = GRPO.load(tmp_path / "cut", rewards={"thirds": thirds}).fit(1)
+        part.close()
+    end = GRPO.load(tmp_path / "cut", rewards={"thirds": thirds}).fit()
+    assert whole.differences(end) == []
+    end.close()
+    whole.close()
+    a = make(None).fit(2)
+    other = make(None, "train_batch_size=7")
+    other.load_state_dict(a.state_dict())
+    drawn = [t.index for t in other.stream.read(7)]
+    assert drawn == [t.index for t in make(None).stream.read(15)][8:]  # none twice, none left out
+
+
+def test_a_paused_collection_goes_on_in_memory_and_from_disk(tmp_path):
+    build = lambda d: make(d, *SETUPS["filter"], "train_batch_size=8")
+    whole = build(tmp_path / "whole").fit(3)
+    part = build(tmp_path / "cut")
+    part.open_run()
+
+    class Wish:
+        asked = None
+
+    part._wish = Wish
+    pauses = 0
+    while part.step_done < 3:
+        Wish.asked = "SIGINT"
+        try:
+            part.step()
+        except Paused:
+            pauses += 1
+            assert part.collector.status == "open"
+            if pauses % 2:  # through the disk and back
+                part.save()
+                part.close()
+                part = GRPO.load(tmp_path / "cut", rewards={"thirds": thirds})
+                part.open_run()
+                part._wish = Wish
+    assert pauses >= 2
+    assert whole.differences(part) == []
+    part.close()
+    whole.close()
+
+
+def test_the_signals_stop_between_steps_and_fit_goes_on(tmp_path):
+    for name in ("SIGINT", "SIGTERM"):
+        calls = []
+
+        def reward(completions, name=name, calls=calls, **columns):
+            calls.append(1)
+            if len(calls) == 2:
+                os.kill(os.getpid(), getattr(signal, name))
+            return [thirds(c) for c in completions]
+
+        t = make(tmp_path / name, rewards={"thirds": reward}).fit()
+        assert (t.step_done, t.interrupted) == (2, name)
+        assert check_seal(latest(t.run.dir / "checkpoints"))["step"] == 2
+        t.fit()
+        assert t.step_done == 5 and t.interrupted is None
+        whole = make(tmp_path / f"{name}-whole").fit()
+        assert torch.equal(*(x.policy.state_dict()["lm_head.weight"] for x in (t, whole)))
+        t.close()
+        whole.close()
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
+    make(tmp_path / "r").fit().close()
+    before = {
+        p: p.stat().st_mtime_ns
+        for p in (tmp_path / "r" / "checkpoints").rglob("*")
+        if p.name != "lock"
+    }
+    again = make(tmp_path / "r", "run.if_exists=resume").fit()
+    assert "Nothing left to do: 5 of 5" in capsys.readouterr().out
+    again.close()
+    assert len(rows(again)) == 5 and all(
+        p.stat().st_mtime_ns == t for p, t in before.items() if p.is_file()
+    )
+    longer = GRPO.load(tmp_path / "r", ["steps=6"], rewards={"thirds": thirds}).fit()
+    assert [r["step"] for r in rows(longer)] == [1, 2, 3, 4, 5, 6]
+    longer.close()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path):
+    t = make(tmp_path / "r", "checkpoint.every=1", "checkpoint.keep_last=3").fit()
+    t.close()
+    newest, before, _ = checkpoints(tmp_path / "r" / "checkpoints")
+    f = newest / "policy.safetensors"
+    f.write_bytes(f.read_bytes()[:-5])
+    with pytest.warns(UserWarning, match="policy.safetensors has .* bytes instead of"):
+        again = GRPO.load(tmp_path / "r", rewards={"thirds": thirds})
+    assert again.step_done == 4
+    again.fit().close()
+    assert t.differences(again) == [] and newest.exists()
+    data = bytearray((before / "optimizer.safetensors").read_bytes())
+    data[-1] ^= 1
+    (before / "optimizer.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match="optimizer.safetensors was changed"):
+        GRPO.load(before, rewards={"thirds": thirds})
+    (before / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="No whole checkpoint"):
+        GRPO.load(before, rewards={"thirds": thirds})
+
+
+@pytest.mark.parametrize("fault", ["full disk", "read-only folder", "no folder"])
+def test_a_checkpoint_that_cannot_be_written_does_not_end_training(fault, tmp_path, monkeypatch):
+    def refuse(*a, **k):
+        raise OSError(28, "No space left on device")
+
+    t = make(tmp_path / "r", "checkpoint.every=1")
+    t.open_run()
+    if fault == "full disk":
+        monkeypatch.setattr(checkpoint, "write_state", refuse)
+    elif fault == "read-only folder":
+        monkeypatch.setattr(
+            checkpoint.DirLock,
+            "acquire",
+            lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied")),
+        )
+    else:
+        (tmp_path / "r" / "checkpoints").write_text("in the way")
+    with pytest.warns(UserWarning, match="Training goes on"):
+        t.fit(2)
+    events = [
+        e for e in read_jsonl(t.run.dir / "events.jsonl")[0] if e["kind"] == "checkpoint_failed"
+    ]
+    assert len(events) == 3 and t.step_done == 2  # two steps and the end of fit
+    t.config.checkpoint.on_error = "raise"
+    with pytest.raises(CheckpointError, match="could not be written|can be written"):
+        t.fit(1)
+    if fault == "full disk":
+        assert [p.name for p in (t.run.dir / "checkpoints").iterdir()] == []
+        monkeypatch.undo()
+        assert check_seal(t.save())["step"] == 3
+    t.close()
+
+
+def test_two_writers(tmp_path):
+    first = make(tmp_path / "r").fit(1)
+    with pytest.raises(RunLocked, match="is being written by process"):
+        make(tmp_path / "r", "run.if_exists=resume").fit(1)
+    first.close()
+
+
+def test_other_formats_versions_and_configurations(tmp_path):
+    t = make(tmp_path / "r").fit(1)
+    t.close()
+    (path,) = checkpoints(tmp_path / "r" / "checkpoints")
+    told = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(told | {"versions": {"torch": "1.0"}}))
+    with pytest.warns(UserWarning, match="torch 1.0 -> "):
+        GRPO.load(path, rewards={"thirds": thirds})
+    with pytest.warns(UserWarning, match="configuration differs.*optimizer.lr"):
+        again = make(tmp_path / "r", "run.if_exists=resume", "optimizer.lr=1e-5").fit(1)
+    again.close()
+    changes = [
+        e for e in read_jsonl(t.run.dir / "events.jsonl")[0] if e["kind"] == "config_changed"
+    ]
+    assert (
+        list(changes[0]["changes"]) == ["optimizer.lr", "run.if_exists"]
+        or "optimizer.lr" in changes[0]["changes"]
+    )
+    with pytest.raises(ValueError, match="another policy"):
+        other = make(None)
+        state = other.state_dict()
+        state["policy"] = {k: v[..., :1] for k, v in state["policy"].items()}
+        other.load_state_dict(state)
+    with pytest.raises(ValueError, match="other components|components"):
+        make(None, rewards={"other": thirds}).load_state_dict(t.state_dict())
+    (path / "manifest.json").write_text(json.dumps(told | {"format": 0}))
+    with pytest.raises(CheckpointError, match="format 0, this version reads 1"):
+        GRPO.load(path, rewards={"thirds": thirds})
+
+
+def test_no_code_of_a_checkpoint_is_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    (tmp_path / ".new").mkdir()
+    (tmp_path / ".new" / "policy.safetensors").write_bytes(pickle.dumps(Evil()))
+    (tmp_path / ".new" / "state.json").write_text(json.dumps({"policy": {"tensor": "_"}}))
+    seal(
+        tmp_path / ".new",
+        tmp_path / "step_1",
+        {"step": 1, "order": 1, "metrics": {}, "versions": {}},
+    )
+    with pytest.raises(Exception, match="[Hh]eader"):
+        read_state(tmp_path / "step_1")
+    with pytest.raises(Exception, match="[Hh]eader"):
+        GRPO.load(tmp_path / "step_1")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_package_never_unpickles_files():
+    own_processes = {"rewards.py", "compare.py"}  # pipes to processes they start themselves
+    for path in (ROOT / "grpo_nb").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [a.name for a in node.names] + [getattr(node, "module", "") or ""]
+                found = {"pickle", "dill", "joblib", "cloudpickle"} & set(names)
+                assert not found or path.name in own_processes, path
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                what = ast.unparse(node.func)
+                if what == "torch.load":
+                    assert any(
+                        k.arg == "weights_only" and k.value.value is True for k in node.keywords
+                    )
+                assert "allow_pickle" not in [k.arg for k in node.keywords], path
+
+
+def test_best_and_last_are_kept(tmp_path):
+    t = make(None)
+    for step, score in enumerate([0.3, 0.9, 0.1, 0.2, 0.4], 1):
+        t.step_done, t.history = step, [{"eval_sampled": score}]
+        t.save(tmp_path)
+        checkpoint.prune(tmp_path, keep_last=2, keep_best=1)
+    assert [check_seal(p)["step"] for p in checkpoints(tmp_path)] == [5, 4, 2]
+
+
+def test_callbacks_are_told_and_saved(tmp_path):
+    class Counting:
+        def __init__(self):
+            self.seen = {}
+
+        def __getattr__(self, name):
+            if not name.startswith("on_"):
+                raise AttributeError(name)
+            return lambda trainer, *what: self.seen.update({name: self.seen.get(name, 0) + 1})
+
+        def state_dict(self):
+            return dict(self.seen)
+
+        def load_state_dict(self, state):
+            self.seen = dict(state)
+
+    rows_seen = []
+    c = Counting()
+    t = make(
+        tmp_path / "r",
+        "eval.every=2",
+        "eval.limit=4",
+        "checkpoint.every=2",
+        callbacks=[c, lambda t, row: rows_seen.append(row)],
+    )
+    t.fit(4)
+    t.close()
+    assert c.seen["on_step_end"] == c.seen["on_collect"] == len(rows_seen) == 4
+    assert (
+        c.seen["on_evaluate"],
+        c.seen["on_save"],
+        c.seen["on_fit_start"],
+        c.seen["on_fit_end"],
+    ) == (2, 2, 1, 1)
+    d = Counting()
+    GRPO.load(t.run.dir, rewards={"thirds": thirds}, callbacks=[d])
+    assert d.seen["on_step_end"] == 4
+
+
+def test_training_in_a_thread_cannot_catch_signals_and_does_not_try(tmp_path):
+    found = []
+    worker = threading.Thread(target=lambda: found.append(make(None).fit(1)))
+    worker.start()
+    worker.join()
+    assert found[0].step_done == 1
+
+
+KILLS = {
+    "plain": 10,
+    "epochs": 8,
+    "filter": 8,
+    "curriculum": 8,
+    "workers": 5,
+    "ranking": 7,
+    "diffusion": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    "One process forks, kills and compares for all variants, so that libraries are imported once."
+    script, folder = ROOT / "tests" / "kill_train.py", tmp_path_factory.mktemp("killed")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    wanted = [f"{k}:{n}" for k, n in KILLS.items()]
+    out = subprocess.run(
+        [sys.executable, str(script), str(folder), "0", *wanted],
+        capture_output=True, text=True, env=env, timeout=1500,
+    )  # fmt: skip
+    told = [json.loads(x) for x in out.stdout.splitlines() if x.startswith("{")]
+    return {t["variant"]: t for t in told}, out.stderr
+
+
+@pytest.mark.parametrize("variant", KILLS)
+def test_killed_at_random_moments(variant, killed):
+    told, errors = killed
+    assert variant in told, errors[-3000:]
+    t = told[variant]
+    assert t["kills"] >= KILLS[variant] and t["in_save"] >= 1 and t["resumed_from"] >= 2
+
+
+def test_gradients_that_are_not_finite_are_skipped_counted_and_stop_training(tmp_path):
+    halves = lambda completions, **columns: [float(i % 2) for i in range(len(completions))]
+    t = make(tmp_path / "r", "steps=10", "max_bad_steps=3", rewards={"halves": halves})
+    t.fit(1)
+    good = {k: v.clone() for k, v in t.policy.state_dict().items()}
+    weight = t.policy.parameters()[0]
+    handle = weight.register_hook(lambda g: g * float("nan"))
+    with pytest.raises(
+        FloatingPointError, match="3 steps in a row .* stopped after step 4.*learning rate"
+    ):
+        t.fit()
+    assert all(torch.equal(v, good[k]) for k, v in t.policy.state_dict().items())
+    assert [r["upd/n_skipped"] for r in rows(t)] == [0, 1, 1, 1]
+    assert check_seal(latest(t.run.dir / "checkpoints"))["step"] == 4
+    handle.remove()
+    t.fit(1)
+    assert t.bad_steps == 0 and not torch.equal(
+        t.policy.state_dict()["lm_head.weight"], good["lm_head.weight"]
+    )
+    t.close()

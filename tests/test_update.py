@@ -1,0 +1,435 @@
+"""K epochs over one rollout: what must not move, what must, the early stop, and several ranks that decide together."""
+
+import math
+import socket
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_nb.core import Rollout, concat, seeded
+from grpo_nb.losses import LossConfig
+from grpo_nb.policies.tokens import TokenPolicy
+from grpo_nb.tasks import Taskset, data_path
+from grpo_nb.update import KLStop, RatioMismatch, UpdateConfig, check_on_policy, update
+
+GOOD = ("fixed", "progressive")
+
+
+class Table:
+    "Independent softmax choices in float64: logits (tasks, S, V)."
+
+    def __init__(self, tasks=3, steps=3, choices=4, seed=0):
+        shape = (tasks, steps, choices)
+        self.logits = torch.randn(shape, generator=seeded(seed, "table"), dtype=torch.float64)
+        self.logits.requires_grad_()
+
+    def parameters(self):
+        return [self.logits]
+
+    def logp(self, rollout):
+        z = self.logits[rollout.states["task"]].log_softmax(-1)
+        return z.gather(-1, rollout.states["action"][..., None])[..., 0]
+
+    @torch.no_grad()
+    def sample(self, tasks, num_generations, generator):
+        task = torch.tensor(tasks).repeat_interleave(num_generations)
+        p = self.logits[task].softmax(-1)
+        n, s, v = p.shape
+        action = torch.multinomial(p.view(-1, v), 1, generator=generator).view(n, s)
+        length = torch.randint(1, s + 1, (n, 1), generator=generator)
+        r = Rollout(
+            group_N=torch.arange(len(tasks)).repeat_interleave(num_generations),
+            tasks=task.tolist(),
+            states={"task": task, "action": action},
+            mask_NS=torch.arange(s) < length,
+            old_logp_NS=torch.zeros(n, s, dtype=torch.float64),
+        )
+        return r.replace(old_logp_NS=self.logp(r).detach())
+
+
+def case(seed=0, tasks=(0, 1, 2), generations=6):
+    policy = Table(seed=seed)
+    r = policy.sample(list(tasks), generations, seeded(seed, "sampling"))
+    adv = torch.randn(len(r), generator=seeded(seed, "adv"), dtype=torch.float64)
+    return policy, r, adv
+
+
+def run(config, seed=0, lr=0.5, optimizer=torch.optim.SGD, **kw):
+    policy, r, adv = case(seed)
+    got = update(
+        policy, r, adv, optimizer(policy.parameters(), lr), config, generator=seeded(0, "mb"), **kw
+    )
+    return policy.logits.detach(), got
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    "The embedded model, one of its rollouts and made-up advantages, some of them 0."
+    policy = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=10)
+    tasks = Taskset.load(data_path("tasks/middle_train.jsonl"))[:6]
+    r = policy.sample(list(tasks), 4, seeded(0, "sampling"))
+    adv = torch.randn(24, generator=seeded(0, "adv"))
+    return policy, r, torch.where(torch.arange(24) < 4, 0.0, adv)
+
+
+# --------------------------------------------------------------------------------------------- lr = 0 and lr > 0
+
+
+@pytest.mark.parametrize("scheme", GOOD)
+@pytest.mark.parametrize("num_epochs", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [None, 6, 5])
+def test_lr_zero_every_ratio_is_exactly_one(num_epochs, scheme, size):
+    config = UpdateConfig(
+        num_epochs=num_epochs, scheme=scheme, minibatch_size=size, whole_groups=size != 5
+    )
+    moved, got = run(config, lr=0.0)
+    assert torch.equal(moved, Table().logits.detach())
+    assert got.done == got.planned == num_epochs * {None: 1, 6: 3, 5: 4}[size]
+    for row in got.rows:
+        assert row["ratio/min"] == row["ratio/max"] == row["ratio/mean"] == 1
+        assert row["kl_old/k1"] == row["kl_old/k3"] == row["clip_ratio/region_mean"] == 0
+        assert row["clip_ratio/low_min"] == row["clip_ratio/high_max"] == 0
+
+
+@pytest.mark.parametrize("scheme", GOOD)
+@pytest.mark.parametrize("num_epochs", [1, 2, 4, 8])
+def test_lr_zero_with_a_language_model(tokens, num_epochs, scheme):
+    policy, r, adv = tokens
+    before = {k: v.clone() for k, v in policy.state_dict().items()}
+    # old log-probs from the scorer: ratios are then exact, and only exact where nothing depends on the epoch
+    exact = r.replace(old_logp_NS=policy.logp(r).detach())
+    for rollout, tol in ((exact, 0.0), (r, 1e-4)):
+        got = update(
+            policy,
+            rollout,
+            adv,
+            torch.optim.AdamW(policy.parameters(), 0.0),
+            UpdateConfig(num_epochs=num_epochs, scheme=scheme, skip_zero_advantage=False),
+        )
+        assert got.done == num_epochs
+        for row in got.rows:
+            assert abs(row["ratio/min"] - 1) <= tol and abs(row["ratio/max"] - 1) <= tol
+            assert row["kl_old/k3"] <= tol and row["clip_ratio/region_mean"] == 0
+    assert all(torch.equal(v, before[k]) for k, v in policy.state_dict().items())
+
+
+def test_after_one_real_step_the_ratios_of_a_language_model_move(tokens):
+    _, r, adv = tokens
+    policy = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=10)
+    optimizer = torch.optim.AdamW(policy.parameters(), 1e-3)
+    one, two = update(policy, r, adv, optimizer, UpdateConfig(num_epochs=2)).rows
+    assert one["ratio/max"] < 1.0001 and one["grad_norm"] > 0.01 and one["kl_old/k3"] < 1e-6
+    assert two["ratio/max"] > 1.01 and two["ratio/min"] < 0.99 and two["kl_old/k3"] > 1e-4
+    assert two["clip_ratio/region_mean"] > 0
+
+
+def test_ratios_move_minibatch_by_minibatch():
+    "4 epochs x 3 minibatches: exactly 1 at the very first, further away in the second epoch than in the first."
+    rows = run(UpdateConfig(num_epochs=4, minibatch_size=6))[1].rows
+    spread = [r["ratio/max"] - r["ratio/min"] for r in rows]
+    assert spread[0] == 0 and all(x > 0 for x in spread[3:])
+    assert min(spread[3:6]) > max(spread[:1]) and max(spread[9:]) > max(spread[3:6])
+
+
+def test_the_first_gradient_is_the_policy_gradient_by_finite_differences():
+    policy, r, adv = case()
+    f = lambda z: -(adv[:, None] * z[r.states["task"]].log_softmax(-1).gather(-1, r.states["action"][..., None])[..., 0])[r.mask_NS].mean()  # fmt: skip
+    start, eps = policy.logits.detach().clone(), 1e-6
+    update(
+        policy, r, adv, torch.optim.SGD(policy.parameters(), 1.0), UpdateConfig(max_grad_norm=None)
+    )
+    step = start - policy.logits.detach()
+    for index in ((0, 0, 0), (1, 1, 2), (2, 2, 3)):
+        d = torch.zeros_like(start)
+        d[index] = eps
+        slope = (f(start + d) - f(start - d)) / (2 * eps)
+        assert step[index].item() == pytest.approx(slope.item(), abs=1e-9)
+
+
+# ----------------------------------------------------------------------------------------------------- schemes
+
+
+def test_schemes_agree_at_one_epoch_and_differ_at_three():
+    end = lambda scheme, k: run(UpdateConfig(num_epochs=k, scheme=scheme))[0]
+    assert torch.equal(end("fixed", 1), end("progressive", 1))
+    assert torch.equal(end("fixed", 1), end("on_policy", 1))
+    assert not torch.equal(end("fixed", 3), end("progressive", 3))
+
+
+def test_reference_equals_fixed_in_the_very_first_step_only():
+    "The fault is invisible while the policy is the reference."
+    policy, r, adv = case()
+    reference = Table()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        update(
+            policy, r, adv, torch.optim.SGD(policy.parameters(), 0.5),
+            UpdateConfig(scheme="reference"), reference,
+        )  # fmt: skip
+        assert torch.equal(policy.logits.detach(), run(UpdateConfig())[0])
+        both = []
+        for scheme in ("reference", "fixed"):
+            moved = Table()
+            moved.logits.data = policy.logits.detach() + torch.tensor([1.0, 0, 0, 0]).double()
+            r2 = moved.sample([0, 1, 2], 6, seeded(1, "sampling"))
+            config = UpdateConfig(scheme=scheme)
+            sgd = torch.optim.SGD(moved.parameters(), 0.5)
+            row = update(moved, r2, adv, sgd, config, reference).rows[0]
+            both.append((moved.logits.detach(), row))
+    assert not torch.equal(both[0][0], both[1][0])
+    assert both[0][1]["ratio/max"] > 1.1 and both[1][1]["ratio/max"] == 1
+    assert both[0][1]["clip_ratio/region_mean"] > 0 == both[1][1]["clip_ratio/region_mean"]
+    assert both[0][1]["kl_old/k3"] == both[1][1]["kl_old/k3"] == 0  # the sampler is the policy
+
+
+@pytest.mark.parametrize("gain", [0.18])
+def test_progressive_drift_is_the_product_of_its_ratios(gain):
+    "A log ratio of 0.18 per epoch is never clipped there; to the sampler it adds up to 0.9."
+    from grpo_nb.losses import policy_loss, report
+
+    old, one = torch.tensor([[-3.0]], dtype=torch.float64), torch.ones(1, 1)
+    step = lambda now, anchor: report(policy_loss(now, anchor, torch.ones(1), one)[1])
+    lp = [old + gain * e for e in range(6)]
+    for e in range(1, 6):
+        row = step(lp[e], lp[e - 1])
+        assert row["ratio/q50"] == pytest.approx(1.1972, abs=1e-4)
+        assert row["clip_ratio/high_mean"] == 0
+    assert step(lp[5], old)["ratio/q50"] == pytest.approx(2.4596, abs=1e-4)
+    assert step(lp[2], old)["ratio/q50"] == pytest.approx(1.4333, abs=1e-4)
+    assert [step(x, old)["clip_ratio/high_mean"] for x in lp] == [0, 0, 1, 1, 1, 1]
+    assert (1 + 0.2) ** 5 == pytest.approx(2.488, abs=1e-3)
+
+
+def test_two_updates_of_one_epoch_are_one_of_two():
+    for scheme in GOOD[:1]:
+        ends = []
+        for calls in ((3,), (1, 1, 1), (2, 1)):
+            policy, r, adv = case()
+            opt, g = torch.optim.AdamW(policy.parameters(), 0.05), seeded(0, "mb")
+            for i, k in enumerate(calls):
+                tol = None if i else 1e-4
+                config = UpdateConfig(k, minibatch_size=6, scheme=scheme, check_tol=tol)
+                update(policy, r, adv, opt, config, generator=g)
+            ends.append(policy.logits.detach())
+        assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+
+
+# -------------------------------------------------------------------------------------------------- early stop
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    target=st.floats(1e-12, 1.0),
+    lr=st.floats(1e-3, 10.0),
+    size=st.sampled_from([None, 6]),
+    least=st.integers(1, 4),
+    scheme=st.sampled_from(GOOD),
+)
+def test_the_stop_never_yields_zero_updates_and_never_steps_from_too_far(
+    target, lr, size, least, scheme
+):
+    stop = KLStop(target, min_updates=least)
+    got = run(UpdateConfig(4, size, scheme=scheme, kl_stop=stop), lr=lr)[1]
+    assert min(least, got.planned) <= got.done <= got.planned == 4 * (3 if size else 1)
+    for i, row in enumerate(got.rows):
+        assert row["stopped"] == (i >= least and row["kl_old/k3"] > 1.5 * target)
+    assert bool(got.reason) == (got.done < got.planned) == got.rows[-1]["stopped"]
+
+
+def test_the_message_names_the_numbers():
+    got = run(UpdateConfig(num_epochs=30, kl_stop=KLStop(0.002, factor=2.0)))[1]
+    kl, done = got.rows[-1]["kl_old/k3"], got.done
+    assert got.reason == (
+        f"KL to the sampling policy {kl:.4g} > 2 x 0.002 after {done} updates (epoch {done}, minibatch 0)"
+    )
+
+
+def test_the_stopped_update_leaves_parameters_and_optimizer_alone():
+    config = UpdateConfig(num_epochs=30, kl_stop=KLStop(0.01))
+    moved, got = run(config, optimizer=torch.optim.AdamW, lr=0.05)
+    assert got.rows[-1]["stopped"]
+    same, full = run(UpdateConfig(got.done), optimizer=torch.optim.AdamW, lr=0.05)
+    assert torch.equal(moved, same) and full.done == got.done
+
+
+def test_a_mismatch_is_refused_before_any_step():
+    policy, r, adv = case()
+    start = policy.logits.detach().clone()
+    sgd = torch.optim.SGD(policy.parameters(), 0.5)
+    off = r.replace(old_logp_NS=r.old_logp_NS + 0.001)
+    with pytest.raises(RatioMismatch, match=r"up to 0.001 \(tolerance 0.0001; 100% of the steps\)"):
+        update(policy, off, adv, sgd)
+    with pytest.raises(RatioMismatch, match="dropout"):
+        check_on_policy(policy, off)
+    assert torch.equal(policy.logits.detach(), start)
+    assert update(policy, off, adv, sgd, UpdateConfig(check_tol=0.01)).done == 1
+
+
+def test_samples_of_older_policies_are_not_held_against_the_first_ratio():
+    policy, r, adv = case()
+    old = torch.arange(len(r)) % 2
+    mixed = r.replace(old_logp_NS=r.old_logp_NS - 0.3 * old[:, None], info={"age": old})
+    row = update(policy, mixed, adv, torch.optim.SGD(policy.parameters(), 0.5)).rows[0]
+    assert row["upd/first_logp_diff"] == 0 and row["ratio/max"] > 1.3
+
+
+# ----------------------------------------------------------------------------------------------- not finite
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_skipped_and_counted(bad):
+    policy, r, adv = case()
+    calls = []
+
+    def spoil(g):
+        calls.append(1)
+        return g * bad if len(calls) == 2 else g
+
+    policy.logits.register_hook(spoil)
+    opt = torch.optim.AdamW(policy.parameters(), 0.05)
+    got = update(policy, r, adv, opt, UpdateConfig(num_epochs=3))
+    assert (got.done, got.nonfinite, [x["skipped"] for x in got.rows]) == (
+        2,
+        1,
+        [False, True, False],
+    )
+    assert policy.logits.isfinite().all() and got.metrics()["upd/n_skipped"] == 1
+    assert math.isfinite(got.metrics()["grad_norm"])
+    assert torch.equal(
+        policy.logits.detach(), run(UpdateConfig(2), lr=0.05, optimizer=torch.optim.AdamW)[0]
+    )
+
+
+# ------------------------------------------------------------------------------------------- split invariance
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    budget=st.sampled_from([None, 1, 4, 9]),
+    scheme=st.sampled_from(GOOD),
+    kl=st.sampled_from([0.0, 0.2]),
+    mode=st.sampled_from(["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]),
+    skip=st.booleans(),
+    dead=st.booleans(),
+)
+def test_micro_batches_order_and_skipping_change_nothing(
+    seed, budget, scheme, kl, mode, skip, dead
+):
+    ends = []
+    for i in range(2):
+        policy, r, adv = case(seed)
+        adv = torch.where(torch.arange(len(r)) < 6, 0.0, adv)
+        order = torch.arange(len(r))
+        if i:
+            order = torch.randperm(len(r), generator=seeded(seed, "order"))
+        config = UpdateConfig(
+            3,
+            micro_tokens=budget if i else None,
+            scheme=scheme,
+            loss=LossConfig(kl_coef=kl, aggregation=mode),
+            skip_zero_advantage=skip if i else False,
+            kl_on_dead_groups=dead,
+        )
+        sgd = torch.optim.SGD(policy.parameters(), 0.5)
+        update(policy, r[order], adv[order], sgd, config, Table(seed=9))
+        ends.append(policy.logits.detach())
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------ several ranks
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def one_rank(rank, port, jobs, out):
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
+    for name, (tasks, config, spoil) in jobs.items():
+        policy, r, adv = case()
+        mine = torch.isin(r.states["task"], torch.tensor(tasks[rank], dtype=torch.long))
+        r, adv = r[mine], adv[mine]
+        if spoil == "old" and rank:
+            r = r.replace(old_logp_NS=r.old_logp_NS + 0.01)
+        if spoil == "gradient" and rank:
+            policy.logits.register_hook(lambda g: g * math.nan)
+        opt = torch.optim.AdamW(policy.parameters(), 0.05)
+        try:
+            got = update(
+                policy, r, adv, opt, config, Table(seed=9), seeded(0, "mb"), ranks=dist.group.WORLD
+            )
+            facts = (got.reason, got.done, got.nonfinite, [x["kl_old/k3"] for x in got.rows])
+        except RatioMismatch as e:
+            facts = (str(e), 0, 0, [])
+        out[name, rank] = (policy.logits.detach(), *facts)
+    dist.destroy_process_group()
+
+
+JOBS = {
+    "plain": (([0], [1, 2]), UpdateConfig(3), None),
+    "kl": (([0], [1, 2]), UpdateConfig(3, loss=LossConfig(kl_coef=0.1, aggregation="grpo")), None),
+    "empty": (([], [0, 1, 2]), UpdateConfig(3), None),  # every group of one rank was filtered away
+    "stop": (([0], [1, 2]), UpdateConfig(20, kl_stop=KLStop(0.01)), None),
+    "progressive": (([0], [1, 2]), UpdateConfig(4, scheme="progressive"), None),
+    "uneven": (([0], [1, 2]), UpdateConfig(3, minibatch_size=6, kl_stop=KLStop(0.01)), None),
+    "mismatch": (([0], [1, 2]), UpdateConfig(3), "old"),
+    "not finite": (([0], [1, 2]), UpdateConfig(2), "gradient"),
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    "Every job on two gloo processes: {(job, rank): (logits, reason, done, not finite, KL of each update)}."
+    import torch.multiprocessing as mp
+
+    with mp.get_context("spawn").Manager() as manager:
+        out = manager.dict()
+        mp.spawn(one_rank, (free_port(), JOBS, out), nprocs=2)
+        yield {k: v for k, v in out.items()}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_ranks_agree(two_ranks, name):
+    (z0, *a), (z1, *b) = two_ranks[name, 0], two_ranks[name, 1]
+    assert torch.equal(z0, z1) and a[:3] == b[:3]
+    assert a[3] == pytest.approx(b[3], nan_ok=True)
+
+
+@pytest.mark.parametrize("name", ["plain", "kl", "empty", "stop", "progressive"])
+def test_two_ranks_are_one_process_with_the_whole_batch(two_ranks, name):
+    policy, r, adv = case()
+    opt = torch.optim.AdamW(policy.parameters(), 0.05)
+    got = update(policy, r, adv, opt, JOBS[name][1], Table(seed=9))
+    logits, reason, done, _, kl = two_ranks[name, 0]
+    torch.testing.assert_close(policy.logits.detach(), logits, rtol=0, atol=1e-9)
+    assert (got.reason, got.done) == (reason, done)
+    assert [x["kl_old/k3"] for x in got.rows] == pytest.approx(kl, abs=1e-12)
+    assert name != "stop" or 1 < done < 20
+
+
+def test_ranks_refuse_and_skip_together(two_ranks):
+    assert "up to 0.01" in two_ranks["mismatch", 0][1]  # rank 0's own samples are good
+    for rank in (0, 1):
+        logits, _, done, nonfinite, _ = two_ranks["not finite", rank]
+        assert (done, nonfinite) == (0, 2) and torch.equal(logits, Table().logits.detach())
+
+
+def test_ranks_with_unequal_minibatches_finish(two_ranks):
+    assert two_ranks["uneven", 0][2] >= 1
+
+
+def test_concatenated_rollouts_keep_their_groups():
+    policy, r, adv = case()
+    both = concat([r, r])
+    got = update(policy, both, torch.cat([adv, adv]), torch.optim.SGD(policy.parameters(), 0.5))
+    assert got.rows[0]["n_samples"] == 36
+    torch.testing.assert_close(policy.logits.detach(), run(UpdateConfig())[0], rtol=0, atol=1e-12)
