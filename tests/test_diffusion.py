@@ -615,6 +615,30 @@ def test_a_sliding_window_moves_with_the_steps(base):
     assert trainer.policy.window == (4, 3)
 
 
+def test_a_run_goes_on_bitwise_from_its_state(base):
+    def fresh():
+        slide = slide_window(3, every=2)
+        return trained(base, steps=6, num_epochs=2, loss={"kl_coef": 0.1}, callbacks=[slide])
+
+    whole, first, second = fresh(), fresh(), fresh()
+    whole.fit(6)
+    first.fit(3)
+    second.load_state_dict(first.state_dict())
+    assert second.policy.window == first.policy.window == (1, 3)
+    second.fit(3)
+    for a, b in zip(whole.policy.parameters(), second.policy.parameters()):
+        assert torch.equal(a, b)
+    assert [r["loss"] for r in whole.history[3:]] == [r["loss"] for r in second.history]
+
+
+def test_an_entropy_bonus_is_refused():
+    p = make()
+    r = p.sample(TASKS, 4, seeded(0, "x"))
+    config = UpdateConfig(loss=LossConfig(entropy_coef=0.01))
+    with pytest.raises(ValueError, match="fixed by the sampler's noise level"):
+        update(p, r, ADVANTAGE, torch.optim.SGD(p.parameters(), 0.1), config)
+
+
 def test_greedy_evaluation_is_noise_free(base):
     trainer = trained(base)
     trainer.config.eval.greedy = True

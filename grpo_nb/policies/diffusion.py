@@ -763,6 +763,18 @@ def logp(
     "Log-probability of every stored step under the present weights."
     return self.score(rollout)[0]
 
+
+@patch
+def logp_entropy(
+    self: DiffusionPolicy,
+    rollout: Rollout,
+):
+    "Refused: the entropy of a step is that of its noise level, whatever the network does."
+    raise ValueError(
+        "An entropy bonus has no gradient here: the entropy of a Gaussian step is fixed by the sampler's noise level. Set "
+        "entropy_coef=0; for more variety raise the noise (eta or a)."
+    )
+
 # %% ../../nbs/05_policies.diffusion.ipynb #c3532f0a
 @patch
 def kl(
@@ -799,6 +811,8 @@ def kl_old(
 
 def _same_columns(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     "Whether two rollouts store the same numbers."
+    if a is b:
+        return True
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 # %% ../../nbs/05_policies.diffusion.ipynb #f817b5fe
