@@ -443,7 +443,7 @@ def main(
     "Entry point of `grpo-nb`."
     try:
         return run_command(make_parser().parse_args(argv))
-    except (ValueError, FileExistsError, FileNotFoundError, PermissionError, RunLocked) as e:
+    except (ValueError, OSError, RunLocked, FloatingPointError) as e:
         print(f"grpo-nb: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

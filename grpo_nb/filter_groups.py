@@ -688,6 +688,9 @@ def pack(
     "Describe a value as JSON, with its tensors and arrays put aside under dotted names."
     if type(value) in PLAIN:
         return value
+    if isinstance(value, (Tensor, np.ndarray)):
+        while name in tensors:  # {"a.b": x, "a": {"b": y}}
+            name += "+"
     if isinstance(value, Tensor):
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
         return {"tensor": name}

@@ -359,9 +359,14 @@ class TaskStream:
         return self.cursor / len(self.tasks)
 
     def state_dict(self) -> dict:
-        return {"cursor": self.cursor, "seed": self.seed}
+        return {"cursor": self.cursor, "seed": self.seed, "size": len(self.tasks)}
 
     def load_state_dict(self, state: dict):
+        if state.get("size", len(self.tasks)) != len(self.tasks):
+            raise ValueError(
+                f"The state belongs to a stream of {state['size']} tasks, this one has {len(self.tasks)}. Give the same tasks, "
+                "e.g. GRPO.load(path, tasks=...)."
+            )
         self.cursor, self.seed, self._order = int(state["cursor"]), int(state["seed"]), (-1, None)
 
 # %% ../nbs/13_trainer.ipynb #509e63cf
@@ -429,6 +434,7 @@ class GRPO:
         self._left_at = math.inf  # wall seconds when `fit` ended; inf: not in this process
         self.bad_steps = 0  # in a row, without a finite update
         self._saved_at, self._saved_step = time.monotonic(), None  # the last checkpoint
+        self._closed = False  # the run's record
         self.interrupted = None  # name of the signal that ended `fit`
         self.resumed_run = None  # run directory that a loaded checkpoint belongs to
 
@@ -750,7 +756,12 @@ def step(
     c, k = self.config, self.counters
     self._before = before = k.row() if self._before is None else self._before
     self._collected = {}
-    rollout = tasks if isinstance(tasks, Rollout) else self.collect(tasks)
+    try:
+        rollout = tasks if isinstance(tasks, Rollout) else self.collect(tasks)
+    except BaseException:
+        if self.collector is None or self.collector.status == "closed":
+            self._before = None  # nothing of the step is left
+        raise
     if rollout is None:
         return self._skipped(before, record)
     self.notify("on_collect", rollout)
@@ -945,6 +956,7 @@ def fit(
                 except Paused:
                     break
                 except EndOfTasks:
+                    self._before = None
                     print(f"The tasks have come to their end after step {self.step_done}.")
                     break
                 self.seconds_trained += row["step_time"]
@@ -980,25 +992,16 @@ def fit(
 def open_run(self: GRPO):
     "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
     c = self.config
+    if self.run is not None and self._closed:
+        self.resumed_run, self.run = self.run.dir, None
     folder = self.resumed_run or c.run.dir
     if self.run is not None or not folder:
         return
-    again = self.resumed_run is not None
-    if not again and c.run.if_exists == "resume" and is_run(folder):
-        root = Path(folder) / "checkpoints"
-        found = latest(root)
-        if found is None and any(root.glob("step_*")):
-            raise CheckpointError(
-                f"None of the checkpoints in {str(root)!r} can be read, so the run is left as it is. Read them with the "
-                "version that wrote them, or move that folder away to start again from step 0."
-            )
-        if self.step_done == 0 and found is not None:
-            self.load_state_dict(read_state(found, make_task=Task))
-        again = True
+    again = self.resumed_run is not None or c.run.if_exists == "resume" and is_run(folder)
     tree = config_tree(c)
     if again:  # how the record is kept is no part of what is compared
         tree["run"] = Run.open(folder).config.get("run", tree["run"])
-    self.run = Run.create(
+    run = Run.create(  # takes the lock: from here on nobody else writes
         folder,
         tree,
         c.run.name,
@@ -1007,6 +1010,13 @@ def open_run(self: GRPO):
         if_exists="raise" if c.run.if_exists == "resume" else c.run.if_exists,
         seeds=c.seed,
     )
+    if again and self.resumed_run is None:
+        try:
+            self._find_checkpoint(Path(folder) / "checkpoints")
+        except BaseException:
+            run.close("stopped")
+            raise
+    self.run, self._closed = run, False
     self._log = logging.FileHandler(self.run.dir / "train.log", delay=True, encoding="utf-8")
     self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger("grpo_nb").addHandler(self._log)
@@ -1014,6 +1024,29 @@ def open_run(self: GRPO):
     if again:
         self.run.truncate_after(self.step_done)
         self.history = read_jsonl(self.run.dir / "metrics.jsonl")[0]
+
+# %% ../nbs/13_trainer.ipynb #d174e9ee
+@patch
+def _find_checkpoint(
+    self: GRPO,
+    root: Path,  # of the run that goes on
+):
+    "Load the newest checkpoint of a run that is there; refuse what would lose rows."
+    if self.step_done:
+        raise ValueError(
+            f"This trainer has done {self.step_done} steps that are not those of the run in {str(root.parent)!r}. Continue that run with "
+            "a fresh trainer or GRPO.load, or give another run.dir."
+        )
+    found = latest(root)
+    if found is not None:
+        self.load_state_dict(read_state(found, make_task=Task))
+    elif any(root.glob("step_*")):
+        raise CheckpointError(
+            f"None of the checkpoints in {str(root)!r} can be read, so the run is left as it is. Read them with the "
+            "version that wrote them, or move that folder away to start again from step 0."
+        )
+    else:
+        print("The run has no checkpoint yet: it starts again from step 0.")
 
 # %% ../nbs/13_trainer.ipynb #00187cdb
 @patch
@@ -1042,6 +1075,7 @@ def close(
         self.run.close(state)
         logging.getLogger("grpo_nb").removeHandler(self._log)
         self._log.close()
+        self._closed = True  # a later `fit` goes on with the run
 
 # %% ../nbs/13_trainer.ipynb #10f4f0a0
 @patch
@@ -1115,7 +1149,7 @@ def load_state_dict(
         self.collector.make_task = self.collector.make_task or Task
         self.collector.load_state_dict(state["collector"])
     for i, told in state.get("callbacks", {}).items():
-        if int(i) < len(self.callbacks):
+        if int(i) < len(self.callbacks) and hasattr(self.callbacks[int(i)], "load_state_dict"):
             self.callbacks[int(i)].load_state_dict(told)
     for k, g in self.generators.items():
         g.set_state(own["generators"][k])
@@ -1132,7 +1166,11 @@ def save(
     self: GRPO,
     root: str | Path | None = None,  # folder of checkpoints; default: that of the run directory
 ) -> Path:  # the new checkpoint
-    "Save everything."
+    "Save everything, between two steps or two generation batches."
+    if self._before is not None and (self.collector is None or self.collector.status == "closed"):
+        raise ValueError(
+            "A step is under way: save after it (on_step_end), or load the last checkpoint if it was broken off."
+        )
     if root is None:
         if self.run is None and not self.config.run.dir:
             raise ValueError("Where to? Give save() a folder, or set run.dir.")
@@ -1365,10 +1403,13 @@ def evaluate(
     ends = np.cumsum([0, *map(len, parts.values())])
     n = c.samples if samples is None else samples
     weights = weights_by_name(self.config.advantage.weights, self.rewards.components)
-    reward = lambda r: (
-        (r.rewards.flatten(2).nanmean(2) if r.rewards.ndim == 3 else r.rewards)
-        @ r.rewards.new_tensor(weights)
-    )
+
+    def reward(r):
+        "Weighted sum of what applies; NaN where nothing does."
+        x = r.rewards.flatten(2).nanmean(2) if r.rewards.ndim == 3 else r.rewards
+        total = x.nan_to_num(0.0) @ x.new_tensor(weights)
+        return torch.where(x.isnan().all(1), torch.nan, total)
+
     scores = {}  # name: one value per task
     totals, batches = self.rewards.state_dict(), self.rewards.last
     try:

@@ -23,6 +23,7 @@ from grpo_nb.checkpoint import (
     read_state,
     seal,
 )
+from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.tracking import RunLocked, read_jsonl
 from grpo_nb.trainer import GRPO, Paused, check_resume, load_config
 
@@ -467,3 +468,55 @@ def test_overrides_count_when_a_run_is_loaded(tmp_path):
     assert t.run.dir == tmp_path / "new" and [r["step"] for r in rows(t)] == [2]
     t.close()
     assert [r["step"] for r in read_jsonl(tmp_path / "r" / "metrics.jsonl")[0]] == [1]
+
+
+def test_other_tasks_than_those_of_the_checkpoint_are_refused(tmp_path):
+    ten = list(Taskset.load(data_path("tasks/middle_train.jsonl"))[:10])
+    make(tmp_path / "r", tasks=ten).fit(1).close()
+    with pytest.raises(ValueError, match="stream of 10 tasks, this one has 4000"):
+        GRPO.load(tmp_path / "r", rewards={"thirds": thirds})
+    GRPO.load(tmp_path / "r", tasks=ten, rewards={"thirds": thirds}).fit(1).close()
+
+
+def test_components_that_do_not_apply_leave_evaluation_finite():
+    half = lambda completion, **columns: None if len(completion) % 2 else 1.0
+    t = make(None, "eval.limit=6", "eval.samples=4", rewards={"half": half, "thirds": thirds})
+    scores = t.evaluate()
+    only = make(None, "eval.limit=6", "eval.samples=4").evaluate()
+    assert all(v[0] == v[0] for k, v in scores.values.items() if k in ("greedy", "sampled"))
+    assert scores.values["sampled"][0] >= only.values["sampled"][0]
+
+
+def test_saving_in_the_middle_of_a_step_is_refused(tmp_path):
+    class Early:
+        def on_collect(self, trainer, rollout):
+            trainer.save(tmp_path / "c")
+
+    with pytest.raises(ValueError, match="A step is under way"):
+        make(None, callbacks=[Early()]).fit(1)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_run_that_another_process_moved_on_is_read_after_the_lock(tmp_path):
+    a = make(tmp_path / "r").fit(2)
+    b = make(tmp_path / "r", "run.if_exists=resume")
+    with pytest.raises(RunLocked):
+        b.fit(1)
+    a.fit(2)
+    a.close()
+    b.fit(1)
+    assert [r["step"] for r in rows(b)] == [1, 2, 3, 4, 5] and b.step_done == 5
+    b.close()
+    ahead = make(tmp_path / "r", "run.if_exists=resume")
+    ahead.step()
+    with pytest.raises(ValueError, match="has done 1 steps that are not those of the run"):
+        ahead.fit(1)
+    assert [r["step"] for r in rows(b)] == [1, 2, 3, 4, 5]
+
+
+def test_fit_after_close_goes_on_with_the_run(tmp_path):
+    t = make(tmp_path / "r").fit(1)
+    t.close()
+    t.fit(1)
+    t.close()
+    assert [r["step"] for r in rows(t)] == [1, 2]
