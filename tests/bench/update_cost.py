@@ -190,7 +190,7 @@ def write(a, env, found):
     notes = (
         "Seconds of CPU time (one thread; other work shares the cores) and peak memory above the resident set, of all K updates over "
         f"one rollout. {'; '.join(map(size, models))}. "
-        f"{a.threads} thread, {a.rounds} alternating rounds of fresh processes, {a.cycles} rollouts each; medians, and medians of "
+        f"{a.threads} thread, {a.rounds} alternating rounds of fresh processes, {a.cycles} rollout each after one to warm up; medians, and medians of "
         f"the ratios of the rounds. lr {a.lr:g}. `tiny` is data/tiny-llama; `wide` has a vocabulary of {a.vocab} and random weights. "
         "`all samples`: those with advantage 0 are run too; `sums`: the reward is the right answer, so that many groups are all right "
         "or all wrong and need no pass (TRL runs them). On a CPU TRL's fused kernels are not available: this says nothing about a GPU."
