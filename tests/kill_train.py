@@ -190,7 +190,13 @@ def main(variant, folder, kills, seed):
         compare(whole, other)
     print(
         json.dumps(
-            {"kills": killed, "in_save": by_suicide, "rounds": rounds, "resumed_from": len(seen)}
+            {
+                "variant": variant,
+                "kills": killed,
+                "in_save": by_suicide,
+                "rounds": rounds,
+                "resumed_from": len(seen),
+            }
         )
     )
 
