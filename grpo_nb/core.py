@@ -303,6 +303,15 @@ def masked_mean(
     return masked_sum(x, full, dim) / count.clamp(min=1)
 
 # %% ../nbs/00_core.ipynb #5e4089ed
+def _redefined(
+    old: Any,  # what a name stands for
+    new: Any,  # what is to take its place
+) -> bool:
+    "The same definition once more: a notebook cell run again, or a module reloaded."
+    place = [(getattr(x, "__module__", None), getattr(x, "__qualname__", "<")) for x in (old, new)]
+    return place[0] == place[1] and "<" not in place[0][1]  # lambdas and closures share names
+
+# %% ../nbs/00_core.ipynb #b38f001f
 class Registry(dict):
     "Names to components, filled by a decorator: `@REGISTRY.register('name')`."
 
@@ -319,15 +328,12 @@ class Registry(dict):
         *aliases: str,  # further names of the same component
         force: bool = False,  # replace what stands under the name
     ) -> Callable:
-        "Decorator that stores a function or class under `name`; a name taken already is a KeyError unless `force`."
+        "Decorator that stores a component under `name`; a name that another one holds is a KeyError unless `force`."
 
         def put(component):
             for key in (name or component.__name__, *aliases):
-                if (
-                    key in self
-                    and not force
-                    and super(Registry, self).__getitem__(key) is not component
-                ):
+                held = self.get(key, component)
+                if not (force or held is component or _redefined(held, component)):
                     raise KeyError(
                         f"{self.kind} {key!r} is already registered; use another name, or force=True to replace it."
                     )

@@ -89,7 +89,7 @@ def reach_tasks(
     ]
 
 # %% ../nbs/05a_motion.ipynb #58515da2
-@DENOISERS.register("motion_mlp")
+@DENOISERS.register("motion_mlp", force=True)  # the newest counts: the notebook's or the module's
 class MotionMLP(nn.Module):
     "An MLP that predicts a motion from a noisy one."
 

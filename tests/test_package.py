@@ -63,6 +63,31 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path):
     )
 
 
+def test_notebooks_and_their_modules_may_share_a_process():
+    "nbdev_test runs several notebooks in one process: a module and the same definitions in `__main__`, in any order."
+    code = """
+import importlib, runpy, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    runpy.run_module(name, run_name="__main__", alter_sys=False)
+    del sys.modules[name]
+    importlib.import_module(name)
+    importlib.reload(sys.modules[name])
+"""
+    modules = sorted(
+        ".".join(p.relative_to(ROOT).with_suffix("").parts)
+        for p in (ROOT / "grpo_nb").rglob("*.py")
+        if p.name != "__init__.py" and not p.name.startswith("_")
+    )
+    p = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *modules],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert p.returncode == 0, p.stderr
+
+
 def test_nothing_is_unpickled():
     "No pickle in exported code but for processes we start ourselves (reward workers, runs of a comparison); torch.load only with weights_only=True."
     for path in sorted((ROOT / "grpo_nb").rglob("*.py")):
