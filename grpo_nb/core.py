@@ -135,16 +135,21 @@ def _run_starts(ids: np.ndarray) -> np.ndarray:
 def _block_size(ids: Tensor) -> int | None:
     "G, if ids are P runs of G equal ids and no id has two runs; else None."
     ids = ids.cpu().numpy()
-    n = len(ids)
-    change = ids[1:] != ids[:-1]
-    g = int(change[: 1 << 16].argmax()) + 1 if n > 1 else 1
-    g = g if n == 1 or change[g - 1] else n
-    p, count = n // g, np.count_nonzero
-    # G divides N, the id changes at the end of every run of G, and nowhere else
-    if n % g or not count(change) == p - 1 == count(change[g - 1 :: g]):
+    n, near = len(ids), 1 << 16
+    g = int((ids[:near] != ids[0]).argmax()) or (int((ids != ids[0]).argmax()) if n > near else 0)
+    g = g or n
+    if n % g:
         return None
     first = ids[::g]
-    return g if count(first[1:] > first[:-1]) == p - 1 or len(np.unique(first)) == p else None
+    if (ids[1:] >= ids[:-1]).all():  # rising: equal ends of a run say all about it
+        good = (first == ids[g - 1 :: g]).all() and (first[1:] > first[:-1]).all()
+        return g if good else None
+    if not (ids.reshape(-1, g) == first[:, None]).all():
+        return None
+    low, p = int(first.min()), len(first)
+    if int(first.max()) - low <= 4 * p:
+        return g if np.bincount(first - low).max() == 1 else None
+    return g if len(np.unique(first)) == p else None
 
 # %% ../nbs/00_core.ipynb #ede5aca0
 CACHE_VALUES = 1 << 17  # float64 numbers of one block: 1 MB
