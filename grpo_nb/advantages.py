@@ -962,6 +962,9 @@ class AdvantageConfig:
     singleton: str = "zero"  # groups of one: "zero" or "raw"
     options: dict[str, Any] = field(default_factory=dict)  # further keywords of the estimator
 
+    def __post_init__(self):
+        ADVANTAGES[self.mode]  # an unknown name is an error that shows the nearest
+
 
 @dataclass
 class Advantages:

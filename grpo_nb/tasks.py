@@ -427,7 +427,13 @@ def rows_of(
     "Choose the row class for a source."
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
-        path = path if path.exists() or path.is_absolute() else data_path(str(source))
+        if not (path.exists() or path.is_absolute()):
+            try:
+                path = data_path(str(source))
+            except ValueError:
+                raise ValueError(
+                    f"No file {source}, neither here ({Path.cwd()}) nor in the embedded data."
+                ) from None
         if path.suffix in (".jsonl", ".ndjson"):
             return JsonlRows(path), path.stem
         if path.suffix in (".parquet", ".pq"):

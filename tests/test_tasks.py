@@ -173,7 +173,7 @@ def test_paths(tmp_path, write, monkeypatch):
         (write("{}", "rows.jsonl.gz"), "cannot read .gz"),
         (write("text", "bad.parquet"), "not a parquet file"),
         (tmp_path, "cannot read a name without suffix"),
-        ("no/such/rows.jsonl", "No no/such/rows.jsonl in"),
+        ("no/such/rows.jsonl", "No file no/such/rows.jsonl, neither here"),
         ({"prompt": "x"}, "Cannot make tasks of dict"),
         ([], "list: no rows"),
         (pa.table({"prompt": pa.array([], pa.string())}), "table: no rows"),
