@@ -986,11 +986,15 @@ def compact(
     result: Mapping,  # of a run
     keep: Sequence[str],  # metrics of the curve to keep, beside counters and evaluations
 ) -> dict:
-    "A result for the store: fewer columns, five digits."
+    "A result for the store: fewer columns, five digits; of a tuning run only the evaluated steps."
     short = lambda v: float(f"{v:.5g}") if isinstance(v, float) and math.isfinite(v) else v
     full = result.get("curve") or {}
-    wanted = {"step", *Seconds.counters, *COUNTERS[:8], *keep, *evaluations(full)}
-    curve = {k: [short(v) for v in values] for k, values in full.items() if k in wanted}
+    held_out = evaluations(full)
+    wanted = {"step", *Seconds.counters, *COUNTERS[:8], *keep, *held_out}
+    rows = range(len(full.get("step", ())))
+    if result["phase"] == "tune":
+        rows = [i for i in rows if any(full[k][i] is not None for k in held_out)]
+    curve = {k: [short(values[i]) for i in rows] for k, values in full.items() if k in wanted}
     return {k: v for k, v in result.items() if k != "wall"} | {"curve": curve}
 
 
