@@ -6,10 +6,10 @@
 __all__ = ['BUDGETS', 'SAME_FOR_ALL', 'KEEP', 'STATISTICS', 'AXES', 'CSS', 'Budget', 'Samples', 'Tokens', 'Seconds', 'Steps',
            'to_budget', 'budget_tree', 't_interval', 'bootstrap_interval', 'iqm', 'improvement', 'sign_flip', 'holm',
            'power', 'n_seeds', 'set_keys', 'check_variant', 'read_recipe', 'base_tree', 'changes', 'run_config',
-           'judge_of', 'about_rewards', 'scores_of', 'BudgetSpent', 'Interrupted', 'advance', 'numbers', 'measured_run',
-           'keep_scores', 'kept_scores', 'short_trace', 'write_result', 'result_of', 'make_trainer', 'train_job',
-           'go_on', 'start_scores', 'digest', 'run_job', 'source_of', 'make_job', 'is_fixed', 'Spec', 'grid', 'score',
-           'choose', 'Processes', 'place', 'finished', 'compact', 'evaluations', 'Study', 'study_frame', 'Reporter',
+           'judge_of', 'scores_of', 'BudgetSpent', 'Interrupted', 'advance', 'numbers', 'measured_run', 'keep_scores',
+           'kept_scores', 'short_trace', 'write_result', 'result_of', 'make_trainer', 'train_job', 'go_on',
+           'start_scores', 'digest', 'run_job', 'source_of', 'make_job', 'is_fixed', 'Spec', 'grid', 'score', 'choose',
+           'Processes', 'place', 'finished', 'compact', 'evaluations', 'Study', 'study_frame', 'Reporter',
            'run_missing', 'stored_study', 'compare', 'map_callable', 'run_study', 'interval_of', 'Table', 'tex',
            'scores_by_seed', 'study_table', 'table_notes', 'at_the_edge', 'common_curve', 'plot_study', 'inline_png',
            'pairs_table', 'runs_table', 'evaluations_of', 'report_plots', 'write_report']
@@ -402,7 +402,7 @@ def judge_of(
         raise ValueError(
             "The base has no held-out tasks: set tasks.eval, or pass evaluate=f(trainer) -> {name: score}."
         )
-    if not about_rewards(overrides):
+    if not any(re.match(r"rewards|advantage\.(weights|scales)", key) for key in overrides):
         return trainer
     tree = set_keys(base, {"seed": trainer.config.seed, "filter_groups.enable": False})
     config = build_config(GRPOConfig, tree)
@@ -412,13 +412,6 @@ def judge_of(
         functions[name] = REWARDS[options.pop("reward", name)](**options)
     policy = trainer.policy
     return GRPO(policy, trainer.stream, functions, config, trainer.eval_tasks, reference=policy)
-
-
-def about_rewards(
-    overrides: Mapping[str, Any],  # of a variant
-) -> bool:
-    "True if a variant changes what is paid."
-    return any(re.match(r"rewards|advantage\.(weights|scales)", key) for key in overrides)
 
 
 def scores_of(
@@ -581,12 +574,9 @@ def make_trainer(
         return trainer, lambda: scores_of(own(trainer) if own else trainer.evaluate())
     budget = to_budget(job["budget"])
     config = run_config(job["base"], job["overrides"], job["seed"], budget, dir, job["threads"])
-    build = cloudpickle.loads(job["build"]) if job["build"] else GRPO.from_config
-    trainer = build(config)
+    trainer = GRPO.from_config(config)
     if own:
         return trainer, lambda: scores_of(own(trainer))
-    if job["build"]:
-        return trainer, lambda: scores_of(trainer.evaluate())
     judge = judge_of(trainer, job["base"], job["overrides"])
     return trainer, lambda: scores_of(judge.evaluate())
 
@@ -620,7 +610,7 @@ def go_on(
     job: Mapping,
 ) -> Path | None:  # folder of the job, if its run can go on
     "Load what an earlier attempt has saved; the evaluation before training comes first."
-    if job["make"] or not job["dir"] or not hasattr(trainer, "open_run"):
+    if job["make"] or not job["dir"]:
         return None
     trainer.open_run()
     return Path(job["dir"])
@@ -631,8 +621,8 @@ def start_scores(
     evaluate: Callable[[], dict],
 ) -> dict:
     "Scores before training: evaluated once for all variants that share seed, policy and judge."
-    if job["make"] or job["build"] or not job["dir"]:
-        return evaluate()  # what a function starts from may depend on anything
+    if job["make"] or not job["dir"]:
+        return evaluate()
     policy = {k: v for k, v in job["overrides"].items() if k.startswith("policy")}
     same = [job["base"], policy, job["seed"], job["evaluate_source"]]
     file = Path(job["dir"]).parent / f"start-{digest(same)}.json"
@@ -716,14 +706,11 @@ def make_job(
     identity = {k: v for k, v in job.items() if k not in ("base", "variant")}
     identity |= {"base": changes(base, base_tree(None)), "of": variant if own else None}
     identity["base"] = {k: v for k, v in identity["base"].items() if not is_fixed(k)}
-    build = None if own else spec.build
-    identity |= {"build": source_of(build)} if build else {}
     job["key"] = digest(identity)
     job["threads"] = spec.threads
     folder = re.sub(r"[^\w.=-]+", "_", variant)[:40]
     job["dir"] = spec.dir and str(Path(spec.dir) / f"{phase}-{folder}-s{seed}-{job['key']}")
     job["make"] = cloudpickle.dumps(arm) if own else None
-    job["build"] = cloudpickle.dumps(build) if build else None
     job["evaluate"] = cloudpickle.dumps(spec.evaluate) if spec.evaluate else None
     return job
 
@@ -757,7 +744,6 @@ class Spec:
     max_seconds: float | None = None
     threads: int = 1
     dir: str | Path | None = None
-    build: Callable | None = None
 
     def __post_init__(self):
         if not self.variants:
@@ -782,11 +768,6 @@ class Spec:
                     )
                 continue
             check_variant(name, arm)
-            if self.build and not self.evaluate and about_rewards(arm):
-                raise ValueError(
-                    f"Variant {name!r} changes rewards, and with build the base's are not known: pass evaluate="
-                    "f(trainer) -> {name: score}, so that all are judged alike."
-                )
             for values in grid(self, name) or [
                 {}
             ]:  # a wrong key is found before anything is trained
@@ -798,8 +779,7 @@ class Spec:
         base = changes(self.base, base_tree(None)) if self.base else {}
         tuning = {"values": plain(self.tune), "seeds": list(self.tune_seeds)}
         tuning |= {"tasks": self.tune_tasks, "budget": budget_tree(self.tune_budget)}
-        build = {"build": source_of(self.build)} if self.build else {}
-        return build | {
+        return {
             "variants": {k: arm(v) for k, v in self.variants.items()},
             "base": {k: v for k, v in base.items() if not is_fixed(k)},
             "seeds": list(self.seeds),
@@ -1176,7 +1156,6 @@ def compare(
     tune_budget: Budget | None = None,  # None: the same budget
     evaluate: Callable
     | None = None,  # f(trainer) -> {name: score}, instead of the base's evaluation
-    build: Callable | None = None,  # f(config) -> trainer, instead of GRPO.from_config
     metric: str = "eval_sampled",  # primary: tuned on, and shown by default
     dir: str | Path = "runs/study",  # every run's record; what is finished there is not run again
     workers: int = 1,  # processes
@@ -1205,7 +1184,6 @@ def compare(
         max_seconds,
         threads,
         Path(dir).resolve(),
-        build,
     )
     study = stored_study(store, spec.tree(), if_changed)
     if study is not None:
@@ -1486,7 +1464,7 @@ def table_notes(
     spec, runs = study.spec, study.reported
     seeds = ", ".join(map(str, spec["seeds"]))
     out = [
-        f"Budget {budget} per run; seeds {seeds}; {100 * level:g}% intervals over seeds ({', '.join(methods)})."
+        f"Budget {budget} per run; seeds {seeds}; {level:.0%} intervals over seeds ({', '.join(methods)})."
     ]
     if len(frame) > 1:
         out.append(
