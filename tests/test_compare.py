@@ -435,6 +435,98 @@ def test_real_runs_share_their_start_and_their_tasks(tmp_path):
     assert config["train_batch_size"] == 3 and "seed" not in config
 
 
+def test_make_builds_what_a_configuration_cannot_name(tmp_path):
+    def make(config, batch=64):
+        return Fake(config.seed, rate=config.optimizer.lr, batch=batch)
+
+    base = {"optimizer": {"lr": 0.05}}
+    kw = {"make": make, "evaluate": Fake.evaluate, "seeds": range(2), "budget": Samples(256)}
+    arms = {"a": {}, "b": {"make.batch": 128}, "c": {"optimizer.lr": 0.1}}
+    store = tmp_path / "s.json"
+    study = compare(arms, base, dir=tmp_path / "d", store=store, **kw)
+    frame = study.frame().set_index("variant")
+    assert frame.loc["b", "step"].tolist() == [2, 2] and frame.loc["a", "step"].tolist() == [4, 4]
+    assert (
+        frame.loc["c", "mean_eval_sampled"].values > frame.loc["a", "mean_eval_sampled"].values
+    ).all()
+    COUNTS["made"] = 0
+    with ThreadPoolExecutor(2) as pool:
+        there = compare(arms, base, dir=tmp_path / "e", map=pool.map, **kw).frame()
+    assert there["eval_sampled"].tolist() == pytest.approx(frame["eval_sampled"].tolist(), rel=1e-4)
+    assert COUNTS["made"] == 6
+    compare(arms, base, dir=tmp_path / "f", store=store, **kw)
+    assert COUNTS["made"] == 6  # loaded
+    other = lambda config, batch=32: make(config, batch)
+    with pytest.raises(ValueError, match=r"another specification \(make\)"):
+        compare(arms, base, store=store, if_changed="raise", **kw | {"make": other})
+    tuned = compare(
+        {"a": {}}, tune={"make.batch": [64, 256]}, tune_seeds=[9], dir=tmp_path / "t", **kw
+    )
+    assert set(tuned.frame()["make.batch"]) == {64}  # four steps instead of one
+
+
+def test_what_does_not_fit_make_is_refused_before_anything_is_trained(tmp_path):
+    make = lambda config, width=1: None
+    cases = (
+        ({"make.widht": 2}, "Variant 'a' and make do not fit: .*'widht'"),
+        ({"optimizer.lrr": 2}, "optimizer.lrr"),
+        ({"rewards.functions": {}}, "rewards come from make"),
+    )
+    for arm, match in cases:
+        with pytest.raises(ValueError, match=match):
+            compare({"a": arm}, make=make, seeds=[0], budget=Steps(1), dir=tmp_path / "none")
+        assert not (tmp_path / "none").exists()
+    with pytest.raises(ValueError, match="make"):  # keywords of nothing
+        compare({"a": {"make.width": 2}}, seeds=[0], budget=Steps(1), dir=tmp_path / "none")
+
+
+def test_the_mean_over_a_run_can_be_the_score(tmp_path):
+    make = lambda config: Fake(config.seed, rate=config.optimizer.lr)
+    kw = {"make": make, "evaluate": Fake.evaluate, "seeds": range(3), "budget": Samples(640)}
+    kw |= {"metric": "mean_eval_sampled", "tune": {"optimizer.lr": [0.1, 0.05]}}
+    with pytest.raises(ValueError, match="say with eval_every"):
+        compare({"a": {}}, dir=tmp_path / "none", **kw)
+    study = compare({"a": {}}, eval_every=Samples(128), dir=tmp_path / "d", **kw)
+    for r in study.runs:  # tuning runs too
+        seen = [v for v in r["curve"]["eval_sampled"] if v is not None]
+        assert len(seen) == 6
+        row = (study.tuning() if r["phase"] == "tune" else study.frame()).query(
+            f"seed == {r['seed']} and `optimizer.lr` == {r['overrides']['optimizer.lr']}"
+        )
+        assert row["mean_eval_sampled"].item() == pytest.approx(np.mean(seen))
+    assert set(study.frame()["optimizer.lr"]) == {0.1}
+    value = study.table().frame["value"].item()
+    assert value == pytest.approx(study.frame()["mean_eval_sampled"].mean())
+    assert study.plot().axes[0].get_ylabel() == "eval sampled"
+    page = study.report(tmp_path / "r.html").read_text()
+    assert page.count("data:image/png;base64,") == 3 and "mean_eval_sampled" in page
+    last_only = {k: v for k, v in kw.items() if k != "metric"}
+    plain = compare({"a": {}}, eval_every=Samples(128), dir=tmp_path / "p", **last_only)
+    tuned = [r for r in plain.runs if r["phase"] == "tune"]
+    assert all(sum(v is not None for v in r["curve"]["eval_sampled"]) == 2 for r in tuned)
+
+
+def test_a_diffusion_policy_is_compared_like_any_other(tmp_path):
+    from grpo_nb.core import seeded
+    from grpo_nb.motion import motion_config, reach, reach_policy, reach_tasks
+    from grpo_nb.trainer import GRPO
+
+    def make(config, reduce="sum"):
+        policy = reach_policy(config.seed, steps=5, reduce=reduce)
+        tasks = reach_tasks(64, seeded(config.seed, "train"))
+        return GRPO(policy, tasks, {"reach": reach}, config, reach_tasks(8, seeded(0, "held out")))
+
+    arms = {"K=1": {}, "K=2": {"update.num_epochs": 2}, "whole": {"make.reduce": "trajectory"}}
+    kw = {"make": make, "seeds": [0], "budget": Samples(32), "eval_every": Samples(16)}
+    study = compare(arms, motion_config(tasks=4, samples=4), dir=tmp_path, **kw)
+    frame = study.frame().set_index("variant")
+    assert (frame["status"] == "done").all(), study.runs[0]["error"]
+    assert frame["optimizer_steps"].tolist() == [2, 4, 2]
+    assert frame["start_eval_sampled"].nunique() == 1 and frame["eval_sampled"].nunique() > 1
+    first = study.curves().query("step == 1")
+    assert first["reward"].nunique() == 1  # the same first batch
+
+
 def test_a_variant_about_rewards_is_judged_by_the_base(tmp_path):
     arms = {
         "base": {"optimizer.lr": 0.0},
