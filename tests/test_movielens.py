@@ -203,7 +203,7 @@ def test_the_study_tunes_on_other_users_and_keeps_numbers_only(task, folder, tmp
         "tune": {"optimizer.lr": [1e-3, 3e-3]},
         "tune_seeds": [100],
         "tune_tasks": "validation users",
-        "build": films.film_trainer,
+        "make": films.film_trainer,
         "evaluate": lambda trainer: films.film_scores(trainer),
         "metric": "combined",
         "store": tmp_path / "study.json",
