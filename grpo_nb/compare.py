@@ -1520,7 +1520,7 @@ def table_notes(
     spec, runs = study.spec, study.reported
     seeds = ", ".join(map(str, spec["seeds"]))
     out = [
-        f"Budget {budget} per run; seeds {seeds}; {level:.0%} intervals over seeds ({', '.join(methods)})."
+        f"Budget {budget} per run; seeds {seeds}; {100 * level:g}% intervals over seeds ({', '.join(methods)})."
     ]
     if len(frame) > 1:
         out.append(

@@ -405,6 +405,7 @@ def test_the_report_stands_alone(tmp_path):
 def test_another_metric_and_an_unknown_one(tmp_path):
     study = compare(ARMS, seeds=range(3), budget=Steps(3), dir=tmp_path)
     assert study.table("eval_greedy", "fast").frame["difference"][0] < 0
+    assert "; 97.5% intervals" in str(study.table("eval_greedy", level=0.975))
     for wrong in (lambda: study.table("eval_gredy"), lambda: study.plot(metric="eval_gredy")):
         with pytest.raises(ValueError, match="eval_greedy"):
             wrong()

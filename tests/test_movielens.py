@@ -1,8 +1,6 @@
 "The film ranking task: reader, generated stand-in, tokenizer, and the built folder."
 
 import copy
-import dataclasses
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch
 
 from grpo_nb import movielens as ml
 from grpo_nb.advantages import AdvantageConfig, compute_advantages, spread_to_tokens
+from grpo_nb.compare import Samples, compare, set_keys
 from grpo_nb.core import concat, seeded
 from grpo_nb.losses import LossConfig
 from grpo_nb.policies.tokens import TokenPolicy
@@ -183,29 +182,45 @@ def test_padding_of_the_item_index_is_never_read(task):
     assert torch.equal(on_tokens > 0, (item_NS >= 0) & both.mask_NS)
 
 
-def test_the_study_resumes_where_it_stopped(task, folder, tmp_path):
+def test_the_study_tunes_on_other_users_and_keeps_numbers_only(task, folder, tmp_path, monkeypatch):
     sys.path.insert(0, str(ROOT / "nbs" / "tutorials" / "studies"))
-    import safe_ranking as study
+    import safe_ranking as films
 
-    s = study.Settings(
-        steps=1, prompts=2, generations=2, rates=(1e-3, 3e-3), tune_seeds=(100,), seeds=(0,),
-        validation=20, samples=1, evaluations=1,
-    )  # fmt: skip
-    path, names = tmp_path / "results.json", ["GRPO", "GDPO", "no safety"]
-    study.study(folder, s, path, 0.0, names)  # no time at all: only what needs no training
-    first = json.loads(path.read_text())
-    assert [r["kind"] for r in first["runs"]] == ["start"] and first["chosen"] == {}
-    study.study(folder, s, path, float("inf"), names)
-    second = json.loads(path.read_text())
-    assert [r["kind"] for r in second["runs"]] == ["start"] + ["tune"] * 4 + ["test"] * 3
-    assert second["chosen"]["no safety"] == second["chosen"]["GRPO"]
-    assert second["baselines"]["popular, safe only"]["svr@8"] == 0
-    study.study(folder, s, path, float("inf"), names)
-    assert json.loads(path.read_text()) == second
-    text = path.read_text()
+    monkeypatch.setattr(films, "VALIDATION", 20)
+    small = {"tasks.train": str(folder), "train_batch_size": 2, "num_generations": 2}
+    arms = {
+        "GRPO": {"rewards.functions": {"safe": {"variant": "exp_inf"}}},
+        "GDPO": {"advantage.mode": "gdpo", "rewards.functions": {"relevance": {}, "safety": {}}},
+    }
+    asked, scores = [], films.film_scores
+    monkeypatch.setattr(
+        films, "film_scores", lambda trainer: asked.append(trainer.eval_tasks) or scores(trainer)
+    )
+    how = {
+        "base": set_keys(films.BASE, small),
+        "seeds": [0],
+        "budget": Samples(4),
+        "tune": {"optimizer.lr": [1e-3, 3e-3]},
+        "tune_seeds": [100],
+        "tune_tasks": "validation users",
+        "make": films.film_trainer,
+        "evaluate": lambda trainer: films.film_scores(trainer),
+        "metric": "combined",
+        "store": tmp_path / "study.json",
+    }
+    study = compare(arms, dir=tmp_path / "runs", **how)
+    assert set(study.frame()["status"]) == {"done"} and len(study.tuning()) == 4
+    users = [{t["user"] for t in tasks} for tasks in asked]
+    trained = {t["user"] for t in task.train[:-20]}
+    # one evaluation before training for all arms of a seed, one after each run
+    assert users[:5] == [{t["user"] for t in task.train[-20:]}] * 5 and not users[0] & trained
+    assert users[5:] == [{t["user"] for t in task.eval}] * 3
+    text = (tmp_path / "study.json").read_text()
     assert not [t for t in task.oracle.risks if t[0] in text.casefold()]  # numbers, no titles
-    with pytest.raises(ValueError, match="other settings"):
-        study.study(folder, dataclasses.replace(s, penalty=9.0), path, 0.0, names)
+    assert films.without_training(task)["popular, safe only"]["svr@8"] == 0
+    monkeypatch.setattr(films, "VALIDATION", 21)
+    with pytest.raises(ValueError, match="cuts a user in two"):
+        films.held_out(task, "test users")
 
 
 def test_the_base_model_leaves_room_on_both_sides(task):
