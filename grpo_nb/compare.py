@@ -942,6 +942,9 @@ def compact(
     full = result.get("curve") or {}
     wanted = {"step", *Seconds.counters, *COUNTERS[:8], *keep, *evaluations(full)}
     curve = {k: [short(v) for v in values] for k, values in full.items() if k in wanted}
+    if result["phase"] == "tune":  # read for its scores before and after, not for its way there
+        last = lambda values: next((v for v in reversed(values) if v is not None), None)
+        curve = {k: [v[0], last(v)] for k, v in curve.items()}
     return {k: v for k, v in result.items() if k != "wall"} | {"curve": curve}
 
 
