@@ -131,6 +131,25 @@ def test_finished_runs_are_not_repeated_and_new_seeds_are_added(tmp_path):
     assert COUNTS["made"] == 8
 
 
+def test_the_store_keeps_the_scores_of_tuning_runs_not_their_curves(tmp_path):
+    curve = {"step": [0, 1, 2], "reward": [None, 0.5, None], "eval_sampled": [0.25, None, 0.75]}
+    run = {"variant": "a", "seed": 8, "overrides": {"optimizer.lr": 1e-4}, "status": "done"}
+    run |= {"key": "x", "error": None, "ended": "budget", "curve": curve}
+    tune = {"values": {"optimizer.lr": [1e-5, 1e-4]}, "seeds": [8], "tasks": None}
+    spec = {"variants": {"a": {}}, "seeds": [0], "budget": {"steps": 2}, "metric": "eval_sampled"}
+    runs = [run | {"phase": "tune"}, run | {"phase": "report", "seed": 0}]
+    study = Study(spec | {"tune": tune}, runs)
+    study.save(tmp_path / "s.json")
+    again = Study.load(tmp_path / "s.json")
+    assert again.runs[0]["curve"] == {
+        "step": [0, 2],
+        "reward": [None, 0.5],
+        "eval_sampled": [0.25, 0.75],
+    }
+    assert again.runs[1] == study.runs[1]
+    assert again.tuning().to_dict() == study.tuning().to_dict()
+
+
 def test_a_store_is_loaded_if_it_answers_the_question_and_else_trained_again(tmp_path, capsys):
     kw = {"seeds": range(2), "dir": tmp_path / "runs", "store": tmp_path / "s.json"}
     first = compare(ARMS, budget=Steps(3), **kw)
