@@ -50,6 +50,11 @@ def run_notebook(path: Path, flags: set[str]) -> str:
 
     shell = CaptureShell(path, mpl_format="png")
     old = {c.id: c for c in read_nb(path).cells}
+    for cell in processed.cells:
+        if cell.cell_type == "code":
+            cell[
+                "outputs"
+            ] = []  # a cell that prints nothing any more must not keep what it printed
     here = os.getcwd()
     os.chdir(path.parent)
     sys.path.insert(0, str(ROOT))

@@ -995,6 +995,11 @@ def compact(
     if result["phase"] == "tune":
         rows = [i for i in rows if any(full[k][i] is not None for k in held_out)]
     curve = {k: [short(values[i]) for i in rows] for k, values in full.items() if k in wanted}
+    if result["phase"] == "tune":  # what training logged last stands beside the last evaluation
+        for k, values in curve.items():
+            seen = [v for v in full[k] if v is not None]
+            if seen and values and values[-1] is None:
+                values[-1] = short(seen[-1])
     return {k: v for k, v in result.items() if k != "wall"} | {"curve": curve}
 
 

@@ -131,7 +131,7 @@ def test_finished_runs_are_not_repeated_and_new_seeds_are_added(tmp_path):
     assert COUNTS["made"] == 8
 
 
-def test_the_store_keeps_the_scores_of_tuning_runs_not_their_curves(tmp_path):
+def test_the_store_keeps_of_tuning_runs_only_what_was_evaluated(tmp_path):
     curve = {"step": [0, 1, 2], "reward": [None, 0.5, None], "eval_sampled": [0.25, None, 0.75]}
     run = {"variant": "a", "seed": 8, "overrides": {"optimizer.lr": 1e-4}, "status": "done"}
     run |= {"key": "x", "error": None, "ended": "budget", "curve": curve}
