@@ -35,6 +35,18 @@ def weights(trainer):
     return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
 
 
+def test_an_entropy_bonus_keeps_a_language_model_from_sharpening():
+    entropy = {}
+    for coef in (0.0, 0.3):
+        trainer = make(
+            "optimizer.lr=1e-3", "update.num_epochs=2", f"update.loss.entropy_coef={coef}"
+        )
+        rows = [trainer.step() for _ in range(3)]
+        entropy[coef] = rows[-1]["entropy"]
+        assert ("loss/entropy" in rows[0]) == bool(coef)
+    assert entropy[0.3] > entropy[0.0] + 0.02
+
+
 def test_hanging_crashing_and_silent_rewards_do_not_stop_training():
     tasks = Taskset.load(data_path("tasks/middle_train.jsonl"))[:3]
     unlucky = tasks[0].prompt

@@ -64,6 +64,8 @@ def draw(
 
 # %% ../../nbs/04_policies.tokens.ipynb #6bb59cc9
 class _HeadLogp(torch.autograd.Function):
+    FLOOR = -1000.0  # log-probs below have probability 0 in float64, too
+
     @staticmethod
     def logits(h, weight, bias, y, shape, out=None):
         "Shaped logits of a chunk, and the derivative of the soft cap where there is one."
@@ -90,13 +92,14 @@ class _HeadLogp(torch.autograd.Function):
         return h.new_empty((min(chunk, len(h)), len(weight))) if same else None
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, shape, chunk):
+    def forward(ctx, hidden, weight, bias, target, shape, chunk, with_entropy):
         lse = torch.empty(
             len(hidden),
             dtype=torch.promote_types(hidden.dtype, torch.float32),
             device=hidden.device,
         )
         logp, buf = torch.empty_like(lse), _HeadLogp.buffer(hidden, weight, chunk)
+        entropy = torch.empty_like(lse) if with_entropy else None
         for s in range(0, len(hidden), chunk):
             h, y = hidden[s : s + chunk], target[s : s + chunk]
             z, _ = _HeadLogp.logits(
@@ -104,16 +107,21 @@ class _HeadLogp(torch.autograd.Function):
             )
             picked = z.gather(1, y[:, None])[:, 0]
             top = z.amax(1, keepdim=True)
-            lse[s : s + chunk] = z.sub_(top).exp_().sum(1).log_().add_(top[:, 0])
+            e = torch.exp(z.sub_(top), out=None if with_entropy else z)
+            total = e.sum(1)
+            if with_entropy:  # the floor keeps 0 * log 0 at 0
+                spread = (e * z.clamp_(min=_HeadLogp.FLOOR)).sum(1)
+                entropy[s : s + chunk] = total.log() - spread / total
+            lse[s : s + chunk] = total.log_().add_(top[:, 0])
             logp[s : s + chunk] = picked - lse[s : s + chunk]
-        ctx.save_for_backward(hidden, weight, bias, target, lse)
+        ctx.save_for_backward(hidden, weight, bias, target, lse, entropy)
         ctx.shape, ctx.chunk = shape, chunk
-        return logp
+        return (logp, entropy) if with_entropy else logp
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        hidden, weight, bias, target, lse = ctx.saved_tensors
+    def backward(ctx, grad, grad_entropy=None):
+        hidden, weight, bias, target, lse, entropy = ctx.saved_tensors
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
         dh = torch.empty_like(hidden) if need_h else None
         dw = torch.zeros_like(weight, dtype=lse.dtype) if need_w else None
@@ -124,7 +132,13 @@ class _HeadLogp(torch.autograd.Function):
             h, y, g = hidden[part], target[part], grad[part]
             out = None if buf is None else buf[: len(h)]
             z, slope = _HeadLogp.logits(h, weight, bias, y, ctx.shape, out)
-            d = z.sub_(lse[part, None]).exp_().mul_(-g[:, None])
+            z.sub_(lse[part, None])
+            if entropy is None:
+                d = z.exp_().mul_(-g[:, None])
+            else:
+                p = z.exp()
+                z.clamp_(min=_HeadLogp.FLOOR).add_(entropy[part, None])
+                d = z.mul_(grad_entropy[part, None]).add_(g[:, None]).mul_(p).neg_()
             d.scatter_add_(1, y[:, None], g[:, None])
             factor = ctx.shape[3] / ctx.shape[0]
             if slope is not None:
@@ -141,9 +155,7 @@ class _HeadLogp(torch.autograd.Function):
             dh,
             None if dw is None else dw.to(weight.dtype),
             None if db is None else db.to(bias.dtype),
-            None,
-            None,
-            None,
+            *[None] * 4,
         )
 
 # %% ../../nbs/04_policies.tokens.ipynb #92ed6008
@@ -158,11 +170,12 @@ def head_logp(
     scale: float = 1.0,  # factor on the logits that some architectures have
     cap: float | None = None,  # soft cap cap * tanh(logits / cap) that some architectures have
     chunk: int | None = None,  # tokens per chunk; None: about 32 MB of logits
-) -> Tensor:  # (T,) float32 (float64 for float64 input)
+    entropy: bool = False,  # give the entropy (nats) of each token's distribution as well
+) -> Tensor | tuple[Tensor, Tensor]:  # (T,) float32 (float64 for float64 input)
     "Log-probability of each target token, through the output layer chunk by chunk; differentiable once."
     chunk = chunk or max(16, 2**23 // len(weight))
     shape = (float(temperature), int(top_k), float(top_p), float(scale), cap)
-    return _HeadLogp.apply(hidden, weight, bias, target, shape, chunk)
+    return _HeadLogp.apply(hidden, weight, bias, target, shape, chunk, entropy)
 
 # %% ../../nbs/04_policies.tokens.ipynb #86299478
 class TokenPolicy:
@@ -559,12 +572,15 @@ def _logits(self: TokenPolicy, hidden: Tensor) -> Tensor:
 
 
 @patch
-def _logp(self: TokenPolicy, hidden: Tensor, target: Tensor) -> Tensor:
-    "Log-prob of target tokens (T,) after hidden states (T, D)."
+def _logp(self: TokenPolicy, hidden: Tensor, target: Tensor, entropy: bool = False):
+    "Log-prob (and entropy) of target tokens (T,) after hidden states (T, D)."
     head = self._head()
     if head is None:
         z = shape_logits(hidden, self.temperature, self.top_k, self.top_p, keep=target)
-        return torch.log_softmax(z, -1).gather(1, target[:, None])[:, 0]
+        logp_TV = torch.log_softmax(z, -1)
+        logp = logp_TV.gather(1, target[:, None])[:, 0]
+        spread = lambda: -(logp_TV.exp() * logp_TV.clamp(min=_HeadLogp.FLOOR)).sum(1)
+        return (logp, spread()) if entropy else logp
     weight, bias, scale, cap = head
     return head_logp(
         hidden.to(weight.dtype),
@@ -577,6 +593,7 @@ def _logp(self: TokenPolicy, hidden: Tensor, target: Tensor) -> Tensor:
         scale,
         cap,
         self.chunk_tokens,
+        entropy,
     )
 
 # %% ../../nbs/04_policies.tokens.ipynb #bfa5f5fc
@@ -947,6 +964,21 @@ def logp(
     rollout: Rollout,  # samples of a TokenPolicy
 ) -> Tensor:  # (N, S) float32, differentiable, 0 outside the mask
     "Log-probability of every completion token under the present weights."
+    return self._scored(rollout, entropy=False)[0]
+
+
+@patch
+def logp_entropy(
+    self: TokenPolicy,
+    rollout: Rollout,  # samples of a TokenPolicy
+) -> tuple[Tensor, Tensor]:  # (N, S) each, float32, differentiable, 0 outside the mask
+    "Log-probability of every completion token, and entropy (nats) of the distribution that it was drawn from."
+    return self._scored(rollout, entropy=True)
+
+
+@patch
+def _scored(self: TokenPolicy, rollout: Rollout, entropy: bool) -> tuple[Tensor, ...]:
+    "Log-probs, and entropies if asked, from one pass."
     self.model.eval()
     r, dev = rollout, self.device
     width = int(r.lengths_N.max())
@@ -962,10 +994,10 @@ def logp(
         raise ValueError("A group holds different prompts: one group is one draw of one task.")
     score = self._hidden_shared if share else self._hidden_dense
     hidden_T = score(r, first, groups.index_N.to(dev), ids_NS, mask_NS)
+    flat = self._logp(hidden_T, ids_NS[mask_NS], entropy)
     out = torch.zeros(mask_NS.shape, dtype=torch.float32, device=dev)
-    flat = self._logp(hidden_T, ids_NS[mask_NS]).to(out.dtype)
-    out = out.masked_scatter(mask_NS, flat)
-    return F.pad(out, (0, r.mask_NS.shape[1] - width))
+    out = [out.masked_scatter(mask_NS, v.to(out.dtype)) for v in (flat if entropy else [flat])]
+    return tuple(F.pad(v, (0, r.mask_NS.shape[1] - width)) for v in out)
 
 
 @patch
