@@ -472,12 +472,12 @@ def run_command(a: argparse.Namespace) -> int:
         study, report = run_compare(
             a.recipe, a.overrides, dir=a.dir, workers=a.workers, threads=a.threads
         )
-        return 130 if report is None else 0
+        return 130 if report is None else int(all(r["status"] != "done" for r in study.runs))
     else:
         recipe = data_path("recipes/quickstart.yaml")
         workers = a.workers or a.threads  # a process per thread
         study, report = run_compare(
             recipe, a.overrides, dir=next_folder(a.dir or "runs/demo"), workers=workers
         )
-        return 130 if report is None else 0
+        return 130 if report is None else int(all(r["status"] != "done" for r in study.runs))
     return 0

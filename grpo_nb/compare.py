@@ -8,11 +8,12 @@ __all__ = ['BUDGETS', 'SAME_FOR_ALL', 'REWARD_KEYS', 'MEAN', 'KEEP', 'STATISTICS
            'sign_flip', 'holm', 'power', 'n_seeds', 'set_keys', 'make_options', 'check_variant', 'read_recipe',
            'base_tree', 'changes', 'run_config', 'judge_of', 'scores_of', 'BudgetSpent', 'Interrupted', 'advance',
            'numbers', 'measured_run', 'keep_scores', 'kept_scores', 'short_trace', 'write_result', 'result_of',
-           'make_trainer', 'train_job', 'go_on', 'start_scores', 'digest', 'run_job', 'source_of', 'make_job',
-           'is_fixed', 'Spec', 'grid', 'score', 'choose', 'Processes', 'place', 'finished', 'compact', 'evaluations',
-           'Study', 'study_frame', 'Reporter', 'run_missing', 'stored_study', 'compare', 'map_callable', 'run_study',
-           'interval_of', 'Table', 'tex', 'scores_by_seed', 'study_table', 'table_notes', 'at_the_edge', 'common_curve',
-           'plot_study', 'inline_png', 'pairs_table', 'runs_table', 'evaluations_of', 'report_plots', 'write_report']
+           'make_trainer', 'check_built', 'train_job', 'go_on', 'start_scores', 'digest', 'run_job', 'source_of',
+           'make_job', 'is_fixed', 'Spec', 'grid', 'score', 'choose', 'Processes', 'place', 'finished', 'compact',
+           'evaluations', 'Study', 'study_frame', 'Reporter', 'run_missing', 'stored_study', 'compare', 'map_callable',
+           'run_study', 'interval_of', 'Table', 'tex', 'scores_by_seed', 'study_table', 'table_notes', 'at_the_edge',
+           'common_curve', 'plot_study', 'inline_png', 'pairs_table', 'runs_table', 'evaluations_of', 'report_plots',
+           'write_report']
 
 # %% ../nbs/15_compare.ipynb #aa847a70
 import ast
@@ -29,9 +30,11 @@ import re
 import textwrap
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -351,10 +354,12 @@ def read_recipe(
     path = locate(str(recipe))
     try:
         tree = OmegaConf.load(path)
+        if not OmegaConf.is_dict(tree):
+            raise ValueError(f"{recipe} must be a mapping of keys to values, not a list.")
         block = OmegaConf.to_container(tree.pop("compare", OmegaConf.create()), resolve=True)
     except OSError:
         raise ValueError(f"No recipe at {recipe}.") from None
-    except (OmegaConfBaseException, YAMLError, AttributeError, TypeError) as e:
+    except (OmegaConfBaseException, YAMLError, UnicodeError, AttributeError, TypeError) as e:
         raise ValueError(f"{recipe} cannot be read: {e}") from None
     return load_config(io.StringIO(OmegaConf.to_yaml(tree)), overrides, cls), block or {}
 
@@ -590,10 +595,34 @@ def make_trainer(
         build, (overrides, options) = cloudpickle.loads(job["build"]), make_options(overrides)
     config = run_config(job["base"], overrides, job["seed"], budget, dir, job["threads"])
     trainer = build(config, **options)
+    check_built(trainer, config, overrides)
     if own:
         return trainer, lambda: scores_of(own(trainer))
     judge = judge_of(trainer, job["base"], overrides)
     return trainer, lambda: scores_of(judge.evaluate())
+
+
+def check_built(
+    trainer,  # what `make` has returned
+    config: GRPOConfig,  # what it was given
+    overrides: Mapping[str, Any],  # of the variant
+) -> None:
+    "A trainer built from something else would show that its variants do not differ."
+    if not hasattr(trainer, "fit"):
+        raise ValueError(f"make must return a trainer, got {type(trainer).__name__}.")
+    got = getattr(trainer, "config", None)
+    if not isinstance(got, GRPOConfig):
+        return
+    got, given = config_tree(got), config_tree(config)
+    for key in ("seed", *overrides):
+        a, b = got, given
+        for part in key.split("."):
+            a, b = (v.get(part) if isinstance(v, Mapping) else v for v in (a, b))
+        if a != b:
+            raise ValueError(
+                f"make was given {key}={b!r} and its trainer has {a!r}: build the trainer from the configuration that is "
+                "passed in."
+            )
 
 
 def train_job(
@@ -780,6 +809,15 @@ class Spec:
             raise ValueError("tune needs tune_seeds.")
         if self.budget is None:
             raise ValueError("A comparison needs a budget, such as Samples(50_000).")
+        if not all(isinstance(s, Integral) and s >= 0 for s in [*self.seeds, *self.tune_seeds]):
+            raise ValueError(
+                f"Seeds must be integers >= 0, got {self.seeds} and {self.tune_seeds}."
+            )
+        self.seeds, self.tune_seeds = ([int(s) for s in v] for v in (self.seeds, self.tune_seeds))
+        if self.evaluate is not None and not callable(self.evaluate):
+            raise ValueError(
+                f"evaluate must be f(trainer) -> {{name: score}}, got {self.evaluate!r}."
+            )
         if self.metric.startswith(MEAN) and self.eval_every is None:
             raise ValueError(
                 f"metric={self.metric!r} is a mean over a run: say with eval_every how often to evaluate."
@@ -1206,7 +1244,7 @@ def stored_study(
 def compare(
     variants: Mapping[str, Any],  # name -> dotted overrides, or f(seed, run_dir) -> trainer
     base=None,  # recipe path, tree or GRPOConfig that the overrides apply to
-    seeds: Iterable[int] = range(5),
+    seeds: int | Iterable[int] = range(5),  # a number n stands for 0..n-1
     budget: Budget | None = None,  # Samples, Tokens, Seconds or Steps; the same for all
     eval_every: Budget | None = None,  # held-out evaluation along the way; None: before and after
     tune: Mapping[str, list] | None = None,  # {dotted key: values}, tried alike by every variant
@@ -1232,7 +1270,7 @@ def compare(
     spec = Spec(
         dict(variants),
         configured,
-        list(seeds),
+        list(range(seeds) if isinstance(seeds, int) else seeds),
         to_budget(budget),
         to_budget(eval_every, "eval_every"),
         {k: v for k, v in (tune or {}).items()},
@@ -1302,6 +1340,8 @@ def run_study(
             f"Stopped; {len(have)} of {planned} runs are finished. The same call goes on from here."
         )
         return Study(spec.tree(), have, environment(spec.seeds), left)
+    if not any(r["status"] == "done" for r in results):
+        warnings.warn(f"Every run failed; the first one: {results[0]['error']}", stacklevel=3)
     return Study(json.loads(json.dumps(spec.tree())), results, environment(spec.seeds))
 
 # %% ../nbs/15_compare.ipynb #69f31292

@@ -1179,6 +1179,14 @@ class Run(RunFiles):
         self._write_status()
         return removed
 
+    def mark(
+        self,
+        state: str,  # running, finished, failed, interrupted, stopped
+    ) -> None:
+        "Write the state without closing the run: a script that trains may end or wait at any time."
+        with contextlib.suppress(OSError):  # a full disk is told by what cannot do without it
+            self._write_status(state=state)
+
     def close(
         self,
         state: str = "finished",  # finished, failed, interrupted, stopped

@@ -13,6 +13,7 @@ __all__ = ['SCHEDULES', 'IGNORED', 'PolicyConfig', 'TasksConfig', 'RewardsConfig
 # %% ../nbs/13_trainer.ipynb #d6c07a71
 import contextlib
 import dataclasses
+import inspect
 import logging
 import math
 import signal
@@ -274,6 +275,8 @@ def load_config(
 
     try:
         tree = OmegaConf.load(recipe) if recipe else OmegaConf.create()
+        if not OmegaConf.is_dict(tree):
+            raise ValueError(f"{recipe} must be a mapping of keys to values, not a list.")
         for o in overrides:
             if "=" not in o:
                 raise ValueError(f"An override is written key.sub=value, got {o!r}.")
@@ -281,7 +284,9 @@ def load_config(
         plain = OmegaConf.to_container(tree, resolve=True)
     except FileNotFoundError:
         raise ValueError(f"No recipe at {recipe}.") from None
-    except (OmegaConfBaseException, _yaml_error()) as e:
+    except IsADirectoryError:
+        raise ValueError(f"{recipe} is a folder: give the recipe file in it.") from None
+    except (OmegaConfBaseException, UnicodeError, _yaml_error()) as e:
         raise ValueError(f"{recipe or 'overrides'} cannot be read: {e}") from None
     plain = plain or {}
     plain.pop("compare", None)  # the block of `grpo-nb compare`
@@ -480,7 +485,14 @@ def open_rewards(
     functions = {}
     for name, options in config.functions.items():
         options = dict(options or {})
-        functions[name] = REWARDS[options.pop("reward", name)](**options)
+        kind = options.pop("reward", name)
+        make = REWARDS[kind]
+        known = inspect.signature(make).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+            for option in options:
+                if option not in known:
+                    raise ValueError(unknown_name(f"option of reward {kind!r}", option, known))
+        functions[name] = make(**options)
     return functions
 
 
@@ -939,7 +951,9 @@ def fit(
     if self.step_done >= last:
         print(f"Nothing left to do: {self.step_done} of {last} steps are done.")
     mode = None if c.run.progress else "quiet"
-    self._saved_at = time.monotonic()
+    self._saved_at, left_well = time.monotonic(), False
+    if self.run is not None:
+        self.run.mark("running")
     self.notify("on_fit_start")
     if self._before is not None:  # time between two calls belongs to no step
         idle = self.counters.row()["wall_seconds"] - self._left_at
@@ -972,8 +986,11 @@ def fit(
                 if self.bad_steps >= c.max_bad_steps:
                     break
                 self._autosave()
+        left_well = True
     finally:
         self._wish = None
+        if self.run is not None and not left_well:
+            self.run.mark("failed")
         self._left_at = self.counters.row()["wall_seconds"]
     self.interrupted = wish.asked
     if wish.asked:
@@ -982,6 +999,9 @@ def fit(
         if self.run is not None:
             self.run.event("interrupted", step=self.step_done, signal=wish.asked)
     self._autosave(end=True)
+    if self.run is not None:
+        done = self.step_done >= c.steps and self.bad_steps < c.max_bad_steps
+        self.run.mark("interrupted" if wish.asked else "finished" if done else "stopped")
     self.notify("on_fit_end")
     if self.bad_steps >= c.max_bad_steps:
         raise FloatingPointError(self._diagnosis())

@@ -38,6 +38,7 @@ from grpo_nb.compare import (
 )
 from grpo_nb.tasks import data_path
 from grpo_nb.tracking import DirLock, RunLocked
+from grpo_nb.trainer import GRPO, load_config
 
 COUNTS = {"made": 0}
 
@@ -485,6 +486,27 @@ def test_make_builds_what_a_configuration_cannot_name(tmp_path):
     assert set(tuned.frame()["make.batch"]) == {64}  # four steps instead of one
 
 
+def test_a_make_that_ignores_its_configuration_is_found_out(tmp_path):
+    base = "data:recipes/quickstart.yaml"
+    for make, match in (
+        (
+            lambda config: GRPO.from_config(load_config(data_path("recipes/quickstart.yaml"))),
+            "make was given optimizer.lr=0.01",
+        ),
+        (lambda config: None, "make must return a trainer, got NoneType"),
+    ):
+        with pytest.warns(UserWarning, match=match):
+            study = compare(
+                {"a": {"optimizer.lr": 1e-2}},
+                base,
+                1,
+                Steps(1),
+                make=make,
+                dir=tmp_path / match[-4:],
+            )
+        assert [r["status"] for r in study.runs] == ["failed"]
+
+
 def test_what_does_not_fit_make_is_refused_before_anything_is_trained(tmp_path):
     make = lambda config, width=1: None
     cases = (
@@ -496,6 +518,10 @@ def test_what_does_not_fit_make_is_refused_before_anything_is_trained(tmp_path):
         with pytest.raises(ValueError, match=match):
             compare({"a": arm}, make=make, seeds=[0], budget=Steps(1), dir=tmp_path / "none")
         assert not (tmp_path / "none").exists()
+    for wrong, match in (({"seeds": "ab"}, "Seeds must be"), ({"evaluate": 3}, "evaluate must be")):
+        kw = {"seeds": [0], "budget": Steps(1), "dir": tmp_path / "none"} | wrong
+        with pytest.raises(ValueError, match=match):
+            compare({"a": {}}, **kw)
     with pytest.raises(ValueError, match="make"):  # keywords of nothing
         compare({"a": {"make.width": 2}}, seeds=[0], budget=Steps(1), dir=tmp_path / "none")
 
@@ -615,7 +641,8 @@ def test_recipes_with_and_without_a_compare_block(capsys):
 
 def test_a_study_without_curves_still_reports(tmp_path):
     broken = {"a": lambda s, d: Fake(s, crash_at=1), "b": lambda s, d: Fake(s, crash_at=1)}
-    study = compare(broken, seeds=range(2), budget=Steps(2), dir=tmp_path / "d")
+    with pytest.warns(UserWarning, match="(?s)Every run failed; the first one: .*is <not> finite"):
+        study = compare(broken, seeds=2, budget=Steps(2), dir=tmp_path / "d")
     assert "4 of 4 runs failed" in str(study.table())
     assert "Failed runs" in study.report(tmp_path / "r.html").read_text()
     assert isinstance(study, Study) and len(study.curves()) == 0

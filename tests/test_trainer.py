@@ -17,7 +17,14 @@ from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.rewards import RewardRunner, exact_answer
 from grpo_nb.tasks import Taskset, data_path, overlap
 from grpo_nb.tracking import Run
-from grpo_nb.trainer import GRPO, GRPOConfig, TaskStream, learning_rate, load_config
+from grpo_nb.trainer import (
+    GRPO,
+    GRPOConfig,
+    TaskStream,
+    learning_rate,
+    load_config,
+    open_rewards,
+)
 
 RIGHT = exact_answer(extract="marker", marker="</think>")
 
@@ -239,3 +246,34 @@ def test_rewards_per_rank_need_to_know_the_rank_of_a_token():
     r = t.collect()
     with pytest.raises(ValueError, match=r"Rewards per rank need states\['item'\]"):
         t.step(dataclasses.replace(r, rewards_NR=None, rewards_NRK=r.rewards[:, :, None].expand(-1, -1, 3)))  # fmt: skip
+
+
+def test_a_wrong_reward_option_and_a_recipe_that_is_no_mapping_are_told_at_once(tmp_path):
+    config = load_config(None, ["rewards.functions.exact_answer.bogus=1"])
+    with pytest.raises(ValueError, match="option of reward 'exact_answer' 'bogus'.*Available: "):
+        open_rewards(config.rewards)
+    (tmp_path / "list.yaml").write_text("- steps: 3\n")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="list.yaml must be a mapping"):
+        load_config(tmp_path / "list.yaml")
+    with pytest.raises(ValueError, match="binary.yaml cannot be read"):
+        load_config(tmp_path / "binary.yaml")
+    with pytest.raises(ValueError, match="is a folder"):
+        load_config(tmp_path)
+
+
+def test_the_state_of_a_run_is_written_when_fit_ends(tmp_path):
+    trainer = make("steps=2", f"run.dir={tmp_path / 'r'}")
+    trainer.fit(1)
+    assert Run.open(tmp_path / "r").status["state"] == "stopped"
+    trainer.fit()
+    status = Run.open(tmp_path / "r").status
+    assert (status["state"], status["step"]) == ("finished", 2)
+
+    def breaks(trainer, row):
+        raise RuntimeError("callback")
+
+    trainer = make("steps=2", f"run.dir={tmp_path / 'b'}", callbacks=[breaks])
+    with pytest.raises(RuntimeError, match="callback"):
+        trainer.fit()
+    assert Run.open(tmp_path / "b").status["state"] == "failed"
