@@ -83,8 +83,7 @@ class Groups:
             raise ValueError(f"Group ids must have shape (N,), got {tuple(ids.shape)}.")
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ValueError(f"Group ids must be integers, got {ids.dtype}.")
-        ids = ids.long()
-        n = len(ids)
+        ids, n = ids.long(), ids.shape[0]
         if not n:
             return cls(ids, ids.new_zeros(0), None)
         block = _block_size(ids)
@@ -135,8 +134,9 @@ def _run_starts(ids: np.ndarray) -> np.ndarray:
 def _block_size(ids: Tensor) -> int | None:
     "G, if ids are P runs of G equal ids and no id has two runs; else None."
     ids = ids.cpu().numpy()
-    n, near = len(ids), 1 << 16
-    g = int((ids[:near] != ids[0]).argmax()) or (int((ids != ids[0]).argmax()) if n > near else 0)
+    n, g = len(ids), 0
+    for near in (256, 1 << 16, n):  # most groups are small: look near the front first
+        g = g or int((ids[:near] != ids[0]).argmax())
     g = g or n
     if n % g:
         return None
@@ -169,15 +169,18 @@ class Block:
     ) -> Tensor:  # (..., G, P') float64, a copy
         "The block's values: siblings and groups last."
         if isinstance(self.rows, slice):
-            x = x_N[self.rows]
-            x = x.reshape(-1, self.size, *x.shape[1:])
-            x = x.permute(*range(2, x.ndim), 1, 0)
+            x = self._part(x_N)
+            x = x.reshape(-1, self.size, *x.shape[1:]).permute(*range(2, x.ndim + 1), 1, 0)
         else:
             # torch gathers numbers of one column several times faster than short rows
             columns = x_N.flatten(1).unbind(1)
             x = torch.stack([v.index_select(0, self.rows) for v in columns])
             x = x.view(*x_N.shape[1:], -1, self.size).transpose(-1, -2)
         return x.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+
+    def _part(self, x_N: Tensor) -> Tensor:
+        "The block's rows, without the cost of a slice if they are all."
+        return x_N if self.rows == slice(0, x_N.shape[0]) else x_N[self.rows]
 
     def put(
         self,
@@ -187,7 +190,7 @@ class Block:
         "Write values back to the samples they belong to."
         if isinstance(self.rows, slice):
             x = lanes_CGP.permute(2, 1, 0)
-            out_NC[self.rows].view(x.shape).copy_(x)
+            self._part(out_NC).view(x.shape).copy_(x)
         else:
             x = lanes_CGP.transpose(1, 2).to(out_NC.dtype).flatten(1)
             for column, values in zip(out_NC.unbind(1), x):
