@@ -110,7 +110,7 @@ def test_a_budget_needs_its_counter(tmp_path):
     for wrong in (0, -1, True, "many"):
         with pytest.raises(ValueError, match="needs a number > 0"):
             Samples(wrong)
-    with pytest.raises(ValueError, match="mapping such as"):
+    with pytest.raises(ValueError, match="Did you mean 'samples'"):
         to_budget({"sample": 3})
 
 
@@ -266,7 +266,7 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
         assert not (tmp_path / "none").exists()
 
     refused("no variants", {})
-    refused("different integers", ARMS, seeds=[1, 1])
+    refused("different integers >= 0", ARMS, seeds=[1, 1])
     refused("needs a budget", ARMS, budget=None)
     refused("same for all", {"a": {"tasks.eval": "x"}})
     refused("same for all", {"a": {"run": {"dir": "x"}}})
@@ -276,6 +276,136 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
     refused("optimizer.lrr", {"a": {}}, tune={"optimizer.lrr": [1e-4]})
     refused("is a function", ARMS, tune={"optimizer.lr": [1e-4]})
     refused("number of steps", {"a": {"optimizer.schedule": "linear"}}, budget=Tokens(5))
+    for wrong in (["a"], "a", 3, None):
+        refused("variants must map names to overrides", wrong)
+    refused("name of a variant is text", {1: {}})
+    refused("keys are text", {"a": {3: 1}})
+    for wrong in (500, "many", {"samples": 3, "steps": 4}):
+        refused("budget must be one of Samples", ARMS, budget=wrong)
+        refused("eval_every must be one of Samples", ARMS, eval_every=wrong)
+    refused("needs a number > 0, got inf", ARMS, budget={"samples": math.inf})
+    refused("Did you mean 'samples'", ARMS, budget={"sample": 500})
+    for wrong in ("ab", 2.5, None, True, [1.5], [True], [-1], [[1]], 0, []):
+        refused("seeds must be a number of seeds", ARMS, seeds=wrong)
+        grid = {"optimizer.lr": [1e-4]}
+        refused("tune_seeds must be a number of seeds", {"a": {}}, tune=grid, tune_seeds=wrong)
+    for wrong in (3, [1e-4], "optimizer.lr"):
+        refused("tune must map keys to values", {"a": {}}, tune=wrong)
+    refused("different values", {"a": {}}, tune={"optimizer.lr": [1e-4, 1e-4]})
+    refused("tune sets 'steps'", {"a": {}}, tune={"steps": [3, 4]})
+    for wrong in (3, ["x.jsonl"], "", {}, {"a": 3}):
+        refused("tune_tasks must be a file", {"a": {}}, tune=grid, tune_tasks=wrong)
+    refused("tune_tasks cannot be read", {"a": {}}, tune=grid, tune_tasks="nowhere.jsonl")
+    refused("tasks.eval cannot be read", {"a": {}}, base={"tasks": {"eval": "nowhere.jsonl"}})
+    refused("no held-out tasks", {"a": {}}, base={"tasks": {"eval": None}})
+    refused("needs a mapping, got 3", {"a": {}}, base=3)
+    for name in ("workers", "threads"):
+        for wrong in (0, "2", 1.5, None):
+            refused(f"{name} must be a whole number", ARMS, **{name: wrong})
+    refused("map must be", ARMS, map=3)
+    refused("make must be", {"a": {}}, make="f")
+    refused("Seconds needs a number > 0", ARMS, max_seconds=-1)
+    refused("Did you mean 'train'", ARMS, if_changed="trian")
+    for wrong in ("reward", 3, [1]):
+        refused("keep must be a list of names", ARMS, keep=wrong)
+    for wrong in (3, None, ""):
+        refused("metric must be the name of a score", ARMS, metric=wrong)
+    (tmp_path / "file").write_text("")
+    refused("is a file", ARMS, dir=tmp_path / "file")
+    refused("dir must be a path", ARMS, dir=3)
+    refused("is a file", ARMS, store=tmp_path / "file" / "s.json")
+    refused("it is a folder", ARMS, store=tmp_path)
+    for text in ("[1]", "text", "", '"study"', '{"format": 1, "spec": 3, "runs": []}'):
+        (tmp_path / "s.json").write_text(text)
+        refused("not a stored study of format 1", ARMS, store=tmp_path / "s.json")
+
+
+def test_an_unknown_metric_ends_the_study_after_one_step(tmp_path):
+    log = tmp_path / "log"  # a run sees copies of what a function has captured
+
+    class Counted(Fake):
+        def fit(self, steps):
+            log.write_text(log.read_text() + "step\n")
+            super().fit(steps)
+
+    arms = {"a": lambda s, d: Counted(s), "b": lambda s, d: Counted(s)}
+    kw = {"seeds": range(3), "budget": Steps(9), "dir": tmp_path / "d"}
+    for wrong in ("eval_samplde", "mean_eval_samplde"):
+        log.write_text("")
+        with pytest.raises(ValueError, match="Unknown metric '.*samplde'. Did you mean 'eval_samp"):
+            compare(arms, metric=wrong, eval_every=Steps(2), **kw)
+        assert log.read_text() == "step\n"
+    with pytest.raises(ValueError, match="Did you mean 'eval_sampled'"):
+        compare(ARMS, metric="eval_samplde", workers=2, **kw)
+    with ThreadPoolExecutor(2) as pool, pytest.raises(ValueError, match="Unknown metric"):
+        compare(ARMS, metric="eval_samplde", map=pool.map, **kw)
+    assert not list((tmp_path / "d").glob("*/result.json"))  # nothing counts as a run
+    study = compare(ARMS, metric="reward", **kw)  # what every step logs is fine
+    assert study.table().metric == "reward"
+    with pytest.raises(ValueError, match="Unknown metric 'rewards'"):  # finished runs tell it, too
+        compare(ARMS, metric="rewards", **kw)
+    base = {"train_batch_size": 2, "num_generations": 2, "eval": {"limit": 2, "samples": 1}}
+    with pytest.raises(ValueError, match="Did you mean 'eval_sampled'"):
+        compare({"a": {}}, base, 1, Steps(2), metric="eval_samplde", dir=tmp_path / "real")
+
+
+def test_a_recipe_is_checked_before_its_budget_is_fitted(tmp_path, capsys):
+    small = ["train_batch_size=2", "num_generations=2", "eval.limit=2", "eval.samples=1"]
+    small += ["compare.budget={steps: 2}", "compare.seeds=1", "compare.seconds=60"]
+    run = lambda *more: main(
+        ["compare", "data:recipes/quickstart.yaml", *small, *more, "--dir", str(tmp_path / "d")]
+    )
+    for wrong, say in (
+        ("compare.metric=3", "metric must be the name of a score"),
+        ("compare.seconds=-1", "Seconds needs a number > 0"),
+        ("compare.workers=none", "compare.workers must be a whole number"),
+        ("compare.statistic=median", "Unknown compare.statistic 'median'"),
+        ("compare.tune={optimizer.lr: 3}", "must be a list of values"),
+    ):
+        assert run(wrong) == 2
+        told = capsys.readouterr().err
+        assert say in told and len(told.splitlines()) == 1
+        assert not (tmp_path / "d").exists()
+    assert run("compare.metric=eval_samplde", "--workers", "1") == 2
+    assert "Unknown metric 'eval_samplde'" in capsys.readouterr().err
+    assert not list(tmp_path.glob("d/*/result.json"))
+    assert run("--workers", "1") == 0
+    out = capsys.readouterr().out
+    assert "3 runs of 2 steps" in out and "P(" in out
+
+
+def test_names_to_keep_are_those_of_some_variant(tmp_path):
+    class Other(Fake):
+        def fit(self, steps):
+            super().fit(steps)
+            self.history[-1]["extra"] = 1.0
+
+    arms = ARMS | {"other": lambda s, d: Other(s)}
+    kw = {"seeds": range(2), "budget": Steps(2), "store": tmp_path / "s.json"}
+    COUNTS["made"] = 0
+    with pytest.raises(ValueError, match="metric in keep: 'rewards'. Did you mean 'reward'"):
+        compare(arms, keep=["rewards"], dir=tmp_path / "d", **kw)
+    assert COUNTS["made"] == 3  # not the second seed
+    study = compare(arms, keep=["reward", "extra"], dir=tmp_path / "d", **kw)
+    assert COUNTS["made"] == 6 and "extra" in study.runs[2]["curve"]
+    with pytest.raises(ValueError, match="metric in keep: 'nosuch'"):
+        compare(arms, keep=["nosuch"], dir=tmp_path / "d", **kw)
+    with pytest.raises(ValueError, match="metric in keep: 'nosuch'"):
+        study.save(tmp_path / "t.json", ["nosuch"])
+
+
+def test_variants_that_are_the_same_are_runs_of_their_own(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("")
+
+    def make(config):
+        log.write_text(log.read_text() + ".")
+        return Fake(config.seed + len(log.read_text()))
+
+    kw = {"make": make, "evaluate": Fake.evaluate, "seeds": [0], "budget": Steps(2)}
+    first = compare({"a b": {}, "a_b": {}}, dir=tmp_path, **kw)
+    assert log.read_text() == ".." and first.runs[0]["curve"] != first.runs[1]["curve"]
+    assert compare({"a b": {}, "a_b": {}}, dir=tmp_path, **kw).runs == first.runs
 
 
 def test_every_arm_is_tuned_alike():
@@ -518,7 +648,7 @@ def test_what_does_not_fit_make_is_refused_before_anything_is_trained(tmp_path):
         with pytest.raises(ValueError, match=match):
             compare({"a": arm}, make=make, seeds=[0], budget=Steps(1), dir=tmp_path / "none")
         assert not (tmp_path / "none").exists()
-    for wrong, match in (({"seeds": "ab"}, "Seeds must be"), ({"evaluate": 3}, "evaluate must be")):
+    for wrong, match in (({"seeds": "ab"}, "seeds must be"), ({"evaluate": 3}, "evaluate must be")):
         kw = {"seeds": [0], "budget": Steps(1), "dir": tmp_path / "none"} | wrong
         with pytest.raises(ValueError, match=match):
             compare({"a": {}}, **kw)
