@@ -128,6 +128,7 @@ BLOCK = {
     "tune_budget": "budget of a tuning run",
     "max_seconds": "a run that trains longer ends early, and is marked",
     "metric": "primary score",
+    "lower_is_better": "true: of the primary score; or names of scores of which less is better",
     "baseline": "variant that the others are compared with",
     "statistic": "mean or iqm",
     "dir": "folder of the study",

@@ -7,15 +7,17 @@ __all__ = ['BUDGETS', 'SAME_FOR_ALL', 'REWARD_KEYS', 'MEAN', 'UNKNOWN', 'KEEP', 
            'Tokens', 'Seconds', 'Steps', 'to_budget', 'budget_tree', 't_interval', 'bootstrap_interval', 'iqm',
            'improvement', 'sign_flip', 'holm', 'power', 'n_seeds', 'set_keys', 'make_options', 'check_variants',
            'same_for_all', 'check_variant', 'read_recipe', 'base_tree', 'changes', 'run_config', 'judge_of',
-           'scores_of', 'BudgetSpent', 'Interrupted', 'advance', 'UnknownMetric', 'check_metric', 'numbers',
-           'measured_run', 'keep_scores', 'kept_scores', 'short_trace', 'write_result', 'result_of', 'make_trainer',
-           'check_built', 'train_job', 'go_on', 'start_scores', 'digest', 'run_job', 'seed_list', 'whole_number',
-           'path_of', 'name_list', 'source_of', 'make_job', 'folder_of', 'is_fixed', 'Spec', 'grid', 'score', 'choose',
-           'Processes', 'place', 'finished', 'compact', 'evaluations', 'check_names', 'columns_of', 'Study',
-           'is_stored', 'study_frame', 'Reporter', 'Names', 'run_missing', 'identity', 'plan_study', 'stored_study',
-           'compare', 'run_study', 'interval_of', 'Table', 'tex', 'scores_by_seed', 'study_table', 'table_notes',
-           'at_the_edge', 'common_curve', 'plot_study', 'inline_png', 'pairs_table', 'runs_table', 'evaluations_of',
-           'report_plots', 'write_report']
+           'scores_of', 'BudgetSpent', 'Interrupted', 'advance', 'UnknownMetric', 'check_metric', 'lower_names',
+           'is_lower', 'numbers', 'measured_run', 'keep_scores', 'kept_scores', 'short_trace', 'write_result',
+           'result_of', 'CpuSeconds', 'make_trainer', 'check_built', 'train_job', 'go_on', 'start_scores', 'digest',
+           'run_job', 'seed_list', 'whole_number', 'path_of', 'name_list', 'source_of', 'make_job', 'folder_of',
+           'is_fixed', 'Spec', 'grid', 'score', 'choose', 'twins', 'plain_or_id', 'code_of', 'Processes', 'place',
+           'finished', 'compact', 'evaluations', 'check_names', 'columns_of', 'at_the_edge', 'Study', 'is_stored',
+           'chosen_values', 'edges_of', 'selection', 'study_frame', 'Reporter', 'Names', 'run_missing', 'identity',
+           'plan_study', 'stored_study', 'chosen_as', 'compare', 'warn_of_edges', 'warn_of_twins', 'run_study',
+           'interval_of', 'Table', 'tex', 'scores_by_seed', 'study_table', 'directions', 'table_notes', 'common_curve',
+           'plot_study', 'inline_png', 'pairs_table', 'runs_table', 'evaluations_of', 'report_plots', 'tuning_text',
+           'write_report']
 
 # %% ../nbs/15_compare.ipynb #aa847a70
 import ast
@@ -30,6 +32,7 @@ import math
 import queue
 import re
 import textwrap
+import threading
 import time
 import traceback
 import warnings
@@ -542,6 +545,29 @@ def check_metric(
         return
     raise UnknownMetric(unknown_name("metric", metric, names - {"step", *COUNTERS}))
 
+# %% ../nbs/15_compare.ipynb #9d568c79
+def lower_names(
+    given: bool | Collection[str],  # True: the metric; or names of scores
+    metric: str,
+) -> list[str]:  # names, sorted
+    "The scores of which less is better, such as losses, violations and distances."
+    if isinstance(given, bool) or given is None:
+        return [metric] if given else []
+    names = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    if not all(isinstance(n, str) for n in names):
+        raise ValueError(
+            f"lower_is_better must be True, False or names of scores, such as ['fid'], got {given!r}."
+        )
+    return sorted(set(names))
+
+
+def is_lower(
+    metric: str,
+    names: Iterable[str],  # of `lower_names`
+) -> bool:
+    "Whether less of a metric is better; what holds for X holds for mean_X."
+    return metric.removeprefix(MEAN) in {n.removeprefix(MEAN) for n in names}
+
 # %% ../nbs/15_compare.ipynb #5c764d9e
 def numbers(
     row: Mapping,  # a metrics row
@@ -644,6 +670,35 @@ def result_of(
     keep = ("key", "phase", "variant", "seed", "overrides")
     return {k: job[k] for k in keep} | {"status": "done", "error": None, "ended": None} | facts
 
+# %% ../nbs/15_compare.ipynb #980d0e6e
+class CpuSeconds:
+    "Processor time of training, which other programs on the machine do not lengthen."
+
+    def __init__(self):
+        # in a pool of threads the time of the process belongs to all runs together
+        alone = threading.current_thread() is threading.main_thread()
+        self.clock = time.process_time if alone else time.thread_time
+        self.begin()
+
+    def begin(self) -> None:
+        "Count from here."
+        self.begun, self.aside = self.clock(), 0.0
+
+    def without(self, function: Callable) -> Callable:
+        "The function, whose time does not count."
+
+        def timed():
+            begun = self.clock()
+            try:
+                return function()
+            finally:
+                self.aside += self.clock() - begun
+
+        return timed
+
+    def spent(self) -> float:
+        return self.clock() - self.begun - self.aside
+
 # %% ../nbs/15_compare.ipynb #23ea4746
 def make_trainer(
     job: Mapping,
@@ -699,23 +754,29 @@ def train_job(
     "Carry out a job in this process; errors are raised."
     begun = time.perf_counter()
     trainer, evaluate = make_trainer(job)
+    cpu = CpuSeconds()
     try:
+        start, dir = start_scores(job, evaluate), go_on(trainer, job)
+        whole = not trainer.history  # else an earlier attempt has done a part
+        cpu.begin()
         rows, ended = measured_run(
             trainer,
-            evaluate,
+            cpu.without(evaluate),
             to_budget(job["budget"]),
             to_budget(job["eval_every"]),
             job["max_seconds"],
-            start_scores(job, evaluate),
-            go_on(trainer, job),
+            start,
+            dir,
             job["metric"],
         )
+        spent = cpu.spent() if whole else None
     finally:
         if hasattr(trainer, "close"):
             trainer.close()
     names = list(dict.fromkeys(k for r in rows for k in r))
     curve = {k: [r.get(k) for r in rows] for k in names}
-    return result_of(job, ended=ended, curve=curve, wall=time.perf_counter() - begun)
+    wall = time.perf_counter() - begun
+    return result_of(job, ended=ended, curve=curve, cpu_seconds=spent, wall=wall)
 
 
 def go_on(
@@ -929,6 +990,7 @@ class Spec:
     threads: int = 1
     dir: str | Path | None = None
     make: Callable | None = None
+    lower_is_better: bool | Collection[str] = False
 
     def __post_init__(self):
         check_variants(self.variants)
@@ -954,6 +1016,7 @@ class Spec:
             Seconds(self.max_seconds)  # a number > 0
         whole_number("threads", self.threads)
         check_metric(self.metric)
+        self.lower_is_better = lower_names(self.lower_is_better, self.metric)
         if self.metric.startswith(MEAN) and self.eval_every is None:
             raise ValueError(
                 f"metric={self.metric!r} is a mean over a run: say with eval_every how often to evaluate."
@@ -1037,7 +1100,9 @@ class Spec:
         base = changes(self.base, base_tree(None)) if self.base else {}
         tuning = {"values": plain(self.tune), "seeds": list(self.tune_seeds)}
         tuning |= {"tasks": self.tune_tasks, "budget": budget_tree(self.tune_budget)}
-        make = {"make": source_of(self.make)} if self.make else {}
+        more = {"make": source_of(self.make)} if self.make else {}
+        if self.lower_is_better:
+            more["lower_is_better"] = self.lower_is_better
         return {
             "variants": {k: arm(v) for k, v in self.variants.items()},
             "base": {k: v for k, v in base.items() if not is_fixed(k)},
@@ -1048,7 +1113,7 @@ class Spec:
             "evaluate": source_of(self.evaluate),
             "metric": self.metric,
             "max_seconds": self.max_seconds,
-        } | make
+        } | more
 
 # %% ../nbs/15_compare.ipynb #5ac5572e
 def grid(
@@ -1081,7 +1146,7 @@ def choose(
     variant: str,
     results: Iterable[Mapping],  # of its tuning runs
 ) -> dict:  # the winner's values; {} = nothing was tuned
-    "The values with the best mean score; one failed run disqualifies."
+    "The values with the best mean score, where better may mean lower; one failed run disqualifies."
     options = grid(spec, variant)
     if not options:
         return {}
@@ -1095,7 +1160,61 @@ def choose(
         raise ValueError(
             f"Every tuning run of variant {variant!r} failed or lacks {spec.metric!r}: there is nothing to choose from."
         )
-    return options[int(np.nanargmax(means))]
+    best = np.nanargmin if is_lower(spec.metric, spec.lower_is_better) else np.nanargmax
+    return options[int(best(means))]
+
+# %% ../nbs/15_compare.ipynb #65a18547
+def twins(
+    spec: Spec,
+    best: Mapping[str, Mapping] | None = None,  # variant -> chosen values of the tuned keys
+) -> list[list[str]]:  # names that mean the same
+    "Variants of equal configuration, however it was written."
+    options = [make_options(arm)[1] for arm in spec.variants.values() if not callable(arm)]
+    defaults = {}
+    if spec.make and any(options):  # a keyword that is written out may be the default
+        known = inspect.signature(spec.make).parameters
+        named = {k for o in options for k in o if k in known}
+        defaults = {k: known[k].default for k in named if known[k].default is not known[k].empty}
+        defaults = {k: plain_or_id(v) for k, v in defaults.items()}
+
+    def meaning(name):
+        arm = spec.variants[name]
+        if callable(arm):
+            return code_of(arm)
+        keys, own = make_options(dict(arm) | dict((best or {}).get(name, {})))
+        open_keys = [] if best else [k for k in spec.tune if k not in arm]
+        config = config_tree(run_config(spec.base, keys, 0, spec.budget))
+        return plain(config), defaults | plain(own), open_keys
+
+    groups = []
+    for name in spec.variants:
+        is_this = meaning(name)
+        same = next((names for known, names in groups if known == is_this), None)
+        if same is None:
+            groups.append((is_this, [name]))
+        else:
+            same.append(name)
+    return [names for _, names in groups if len(names) > 1]
+
+
+def plain_or_id(value):
+    "Something that compares equal for the same plain value, or the same object."
+    return (
+        value if isinstance(value, (bool, int, float, str, type(None))) else ("object", id(value))
+    )
+
+
+def code_of(
+    function: Callable,
+) -> tuple:
+    "What a function does, as far as it can be told: equal for equal code that has captured equal plain values."
+    if not hasattr(function, "__code__"):
+        return (id(function),)
+    code = function.__code__
+    captured = tuple(plain_or_id(c.cell_contents) for c in function.__closure__ or ())
+    given = tuple(map(plain_or_id, function.__defaults__ or ()))
+    parts = code.co_code, code.co_consts, code.co_names, captured, given
+    return (*parts, repr(function.__kwdefaults__), id(function.__globals__))
 
 # %% ../nbs/15_compare.ipynb #8de6a0d0
 class Processes:
@@ -1210,7 +1329,7 @@ def compact(
             seen = [v for v in full[k] if v is not None]
             if seen and values and values[-1] is None:
                 values[-1] = short(seen[-1])
-    return {k: v for k, v in result.items() if k != "wall"} | {"curve": curve}
+    return {k: short(v) for k, v in result.items() if k != "wall"} | {"curve": curve}
 
 
 def evaluations(
@@ -1237,6 +1356,15 @@ def columns_of(
 ) -> set[str]:
     "Everything that some run has recorded."
     return {k for r in runs for k in r.get("curve") or ()}
+
+
+def at_the_edge(
+    values: Sequence,  # the grid of a key
+    chosen,  # one of them
+) -> bool:
+    "Whether a better value may lie outside: the smallest or largest of several numbers was chosen."
+    numbers = all(isinstance(v, Real) and not isinstance(v, bool) for v in values)
+    return numbers and len(set(values)) > 1 and chosen in (min(values), max(values))
 
 
 @dataclass
@@ -1297,8 +1425,20 @@ class Study:
         return study_frame(self.reported, self.spec["tune"])
 
     def tuning(self):
-        "One row per tuning run."
-        return study_frame([r for r in self.runs if r["phase"] == "tune"], self.spec["tune"])
+        "One row per tuning run; whether its values were chosen, and at the edge of the grid."
+        runs = [r for r in self.runs if r["phase"] == "tune"]
+        frame, best, edges = (
+            study_frame(runs, self.spec["tune"]),
+            chosen_values(self),
+            edges_of(self),
+        )
+        won = [
+            (mine := best.get(r["variant"], {})) != {} and mine.items() <= r["overrides"].items()
+            for r in runs
+        ]
+        frame["chosen"] = won
+        frame["edge"] = [w and r["variant"] in edges for w, r in zip(won, runs)]
+        return frame
 
     def curves(self):
         "One row per logged step of the reported runs."
@@ -1318,13 +1458,19 @@ class Study:
     def table(
         self,
         metric: str | None = None,  # default: the primary metric of the study
-        baseline: str | None = None,  # default: the first variant
+        baseline: str | None = None,  # default: the first variant shown
         statistic: str = "mean",  # or "iqm"
         interval: str = "auto",  # "t", "BCa", "percentile"; auto: t for means of fewer than 20 seeds
         level: float = 0.95,
+        variants: Sequence[str] | None = None,  # these, in this order; default: all
+        lower_is_better: bool
+        | Collection[str]
+        | None = None,  # of this metric, or names; default: as the study says
     ) -> "Table":
         "Means with intervals, and paired differences to the baseline."
-        return study_table(self, metric, baseline, statistic, interval, level)
+        return study_table(
+            self, metric, baseline, statistic, interval, level, variants, lower_is_better
+        )
 
     def plot(self, x: str = "rollouts", metric: str | None = None, **kw):
         "Mean and interval over seeds along a counter, with every seed's points."
@@ -1354,6 +1500,47 @@ def is_stored(
     return parts <= spec.keys() and all(isinstance(r, Mapping) and of_run <= r.keys() for r in runs)
 
 
+def chosen_values(
+    study: Study,
+) -> dict[str, dict]:  # variant -> {tuned key: value}
+    "What tuning has chosen; a variant that sets a key itself has no choice."
+    keys = (study.spec["tune"] or {}).get("values", {})
+    out = {}
+    for r in study.reported:
+        arm = study.spec["variants"][r["variant"]]
+        out[r["variant"]] = {k: r["overrides"][k] for k in keys if k not in arm}
+    return out
+
+
+def edges_of(
+    study: Study,
+) -> dict[str, list[str]]:  # variant -> tuned keys
+    "Which variants have chosen the smallest or largest value of a grid."
+    keys = (study.spec["tune"] or {}).get("values", {})
+    out = {
+        name: [k for k, v in chosen.items() if at_the_edge(keys[k], v)]
+        for name, chosen in chosen_values(study).items()
+    }
+    return {name: edge for name, edge in out.items() if edge}
+
+
+def selection(
+    study: Study,
+    variants: Sequence[str] | None,  # None: all
+) -> list[str]:
+    "Variants to show, in the order in which they were named."
+    names = list(study.spec["variants"])
+    if variants is None:
+        return names
+    chosen = name_list("variants", variants)
+    for name in chosen:
+        if name not in names:
+            raise ValueError(unknown_name("variant", name, names))
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise ValueError(f"variants must be different names, got {chosen}.")
+    return chosen
+
+
 def study_frame(
     results: Sequence[Mapping],
     tune: Mapping | None,
@@ -1377,6 +1564,9 @@ def study_frame(
             row[k] = next((v for v in reversed(values) if v is not None), math.nan)
         if curve:
             row["seconds"] = sum(row.get(c, 0.0) for c in Seconds.counters)
+        if any("cpu_seconds" in r for r in results):  # older stores have none
+            cpu = r.get("cpu_seconds")
+            row["cpu_seconds"] = math.nan if cpu is None else cpu
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -1504,8 +1694,13 @@ def stored_study(
     if store is None or not Path(store).exists():
         return None
     study = Study.load(store)
-    new, old = flat_keys(json.loads(json.dumps(tree))), flat_keys(study.spec)
+    tree = json.loads(json.dumps(tree))
+    new, old = ({**t, "lower_is_better": chosen_as(t)} for t in (tree, study.spec))
+    new, old = flat_keys(new), flat_keys(old)
     if new == old:
+        study.spec.pop("lower_is_better", None)  # how it is shown is up to this call
+        if "lower_is_better" in tree:
+            study.spec["lower_is_better"] = tree["lower_is_better"]
         return study
     keys = sorted(k for k in new.keys() | old.keys() if new.get(k, ...) != old.get(k, ...))
     text = f"{Path(store).name} was made with another specification ({', '.join(keys[:6])})"
@@ -1513,6 +1708,14 @@ def stored_study(
         raise ValueError(f"{text}: restore it, or delete the file to run the study again.")
     print(f"{text}: training again.", flush=True)
     return None
+
+
+def chosen_as(
+    tree: Mapping,  # of a specification
+) -> str | None:  # None: nothing was chosen
+    "Which end of the metric tuning has chosen: all that directions can change in the runs."
+    lower = is_lower(tree["metric"], tree.get("lower_is_better", ()))
+    return ("lowest" if lower else "highest") if tree["tune"] else None
 
 
 def compare(
@@ -1528,6 +1731,7 @@ def compare(
     evaluate: Callable
     | None = None,  # f(trainer) -> {name: score}, instead of the base's evaluation
     metric: str = "eval_sampled",  # primary: tuned on, and shown by default; mean_X: over the run
+    lower_is_better: bool | Collection[str] = False,  # of the metric, or names of such scores
     make: Callable | None = None,  # f(config, **keywords) -> trainer; None: GRPO.from_config
     dir: str | Path = "runs/study",  # every run's record; what is finished there is not run again
     workers: int = 1,  # processes
@@ -1553,6 +1757,7 @@ def compare(
         tune_budget=tune_budget,
         evaluate=evaluate,
         metric=metric,
+        lower_is_better=lower_is_better,
         max_seconds=max_seconds,
         threads=threads,
         make=make,
@@ -1564,6 +1769,7 @@ def compare(
         raise ValueError(unknown_name("if_changed", if_changed, ("train", "raise")))
     keep = name_list("keep", keep)
     lists = {} if keep == list(KEEP) else {"keep": keep}
+    lists["lower_is_better"] = spec.lower_is_better
     store = None if store is None else path_of("store", store, folder=False)
     study = stored_study(store, spec.tree(), if_changed)
     if study is not None:
@@ -1583,6 +1789,39 @@ def compare(
     return study
 
 
+def warn_of_edges(
+    spec: Spec,
+    best: Mapping[str, Mapping],  # variant -> chosen values
+) -> None:
+    "Say once where the best value is the last one that was tried."
+    found = [
+        f"{key}={value!r} of {spec.tune[key]} for {name!r}"
+        for name, values in best.items()
+        for key, value in values.items()
+        if at_the_edge(spec.tune[key], value)
+    ]
+    if found:
+        warnings.warn(
+            f"Best value at the edge of the grid: {'; '.join(found)}. A better one may lie outside: extend the grid.",
+            stacklevel=4,
+        )
+
+
+def warn_of_twins(
+    spec: Spec,
+    best: Mapping[str, Mapping] | None = None,  # variant -> chosen values; None: before tuning
+) -> None:
+    "Say which variants are one configuration under several names."
+    before = twins(spec)
+    for group in before if best is None else [g for g in twins(spec, best) if g not in before]:
+        after = "" if best is None else ", once tuned,"
+        warnings.warn(
+            f"Variants {' and '.join(map(repr, group))}{after} are the same configuration: each is trained on its own, "
+            "and they can differ by nothing but chance. Drop one, or check its keys.",
+            stacklevel=4,
+        )
+
+
 def run_study(
     spec: Spec,
     carry_out: Callable,  # jobs -> results, see `place`
@@ -1600,9 +1839,12 @@ def run_study(
     done = sum(finished(j) is not None for j in tuning)
     report = Reporter(planned, done, spec.metric, spec.tune, progress)
     results, jobs, check = [], [], Names(spec, lists)
+    warn_of_twins(spec)
     try:
         results = run_missing(tuning, report, carry_out, check)
         best = {name: choose(spec, name, results) for name in spec.variants}
+        warn_of_edges(spec, best)
+        warn_of_twins(spec, best)
         jobs = [
             make_job(spec, name, seed, "report", best[name])
             for seed in spec.seeds
@@ -1633,6 +1875,8 @@ def interval_of(
     level: float = 0.95,
 ) -> tuple[float, float, float, str]:  # value, low, high, and the name of the method
     "A statistic over seeds with the interval that was asked for."
+    if isinstance(level, bool) or not isinstance(level, Real) or not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, such as 0.95, got {level!r}.")
     if statistic not in STATISTICS:
         raise ValueError(unknown_name("statistic", statistic, STATISTICS))
     if interval not in ("auto", "t", "BCa", "percentile"):
@@ -1659,6 +1903,14 @@ class Table:
     tuned: list[str]  # tuned keys
     notes: list[str]
     digits: int = 3
+    lower: bool = False  # less is better
+    edges: Mapping[str, Sequence[str]] = field(
+        default_factory=dict
+    )  # variant -> keys, `at_the_edge`
+
+    @property
+    def direction(self) -> str:
+        return "lower" if self.lower else "higher"
 
     def cells(self) -> tuple[list[str], list[list[str]], list[bool]]:
         "Header, text of the cells, and which rows are bold."
@@ -1678,12 +1930,13 @@ class Table:
             self.metric if self.statistic == "mean" else f"{self.metric} ({self.statistic.upper()})"
         )
         header = ["variant", *short, "seeds", name, f"difference to {self.baseline}", p_name]
-        header += ["P(better)", "budget used"]
+        header += [f"P({self.direction})", "budget used"]
         rows, bold = [], []
         for r in self.frame.to_dict("records"):
             failed = f" ({r['failed']:.0f} failed)" if r["failed"] else ""
             tuned = [
                 ("" if r[k] is None else f"{r[k]:g}" if isinstance(r[k], float) else str(r[k]))
+                + (" (edge)" if k in self.edges.get(r["variant"], ()) else "")
                 for k in self.tuned
             ]
             p = "" if math.isnan(r["p"]) else f"{r['p']:.3f}"
@@ -1774,34 +2027,40 @@ def scores_by_seed(
     metric: str,
 ) -> dict[str, dict[int, float]]:  # variant -> seed -> score; failed runs are left out
     "The final scores of the finished runs."
+    check_metric(metric)
     out = {v: {} for v in study.spec["variants"]}
     for r in study.reported:
         value = score(r, metric)
         if not math.isnan(value):
             out[r["variant"]][r["seed"]] = value
     if not any(out.values()) and any(r["status"] == "done" for r in study.reported):
-        names = sorted({k for r in study.reported for k in r.get("curve") or ()})
-        raise ValueError(unknown_name("metric", metric, names))
+        check_metric(metric, columns_of(study.reported))
     return out
 
 
 def study_table(
     study: Study,
     metric: str | None = None,  # default: the primary metric
-    baseline: str | None = None,  # default: the first variant
+    baseline: str | None = None,  # default: the first variant shown
     statistic: str = "mean",  # or "iqm"
     interval: str = "auto",
     level: float = 0.95,
+    variants: Sequence[str] | None = None,  # these, in this order; default: all
+    lower_is_better: bool | Collection[str] | None = None,  # default: as the study says
 ) -> Table:
     "Statistics of a study."
     import pandas as pd
 
-    metric = metric or study.spec["metric"]
-    names = list(study.spec["variants"])
+    metric = study.spec["metric"] if metric is None else metric
+    names = selection(study, variants)
     baseline = names[0] if baseline is None else baseline
     if baseline not in names:
+        if baseline in study.spec["variants"]:
+            raise ValueError(f"The baseline {baseline!r} is not shown: add it to variants={names}.")
         raise ValueError(unknown_name("variant", baseline, names))
     scores = scores_by_seed(study, metric)
+    lower = is_lower(metric, directions(study, metric, lower_is_better))
+    sign = -1 if lower else 1
     budget = to_budget(study.spec["budget"])
     tuned = list((study.spec["tune"] or {}).get("values", ()))
     rows, methods = [], []
@@ -1813,9 +2072,8 @@ def study_table(
         both = [s for s in scores[name] if s in scores[baseline]] if name != baseline else []
         d = [scores[name][s] - scores[baseline][s] for s in both]
         gap = interval_of(d, statistic, interval, level)[:3] if d else [math.nan] * 3
-        better = (
-            improvement(values, list(scores[baseline].values()), level) if d else [math.nan] * 3
-        )
+        pair = [sign * np.array(v) for v in (values, list(scores[baseline].values()))]
+        better = improvement(*pair, level) if d else [math.nan] * 3
         used = [
             budget.spent({k: v[-1] for k, v in r["curve"].items()}) for r in mine if r.get("curve")
         ]
@@ -1828,19 +2086,36 @@ def study_table(
         rows.append(row | {"spent": float(np.mean(used)) if used else math.nan})
     frame = pd.DataFrame(rows)
     frame["p"] = holm(frame["p"])
-    notes = table_notes(study, frame, sorted(set(methods)), level, budget)
-    return Table(frame, metric, baseline, statistic, level, tuned, notes)
+    edges = edges_of(study)
+    edges = {name: edges[name] for name in names if name in edges}
+    table = Table(frame, metric, baseline, statistic, level, tuned, [], lower=lower, edges=edges)
+    table.notes = table_notes(study, table, sorted(set(methods)), budget)
+    return table
+
+
+def directions(
+    study: Study,
+    metric: str,
+    given: bool | Collection[str] | None,  # True or False: of this metric; None: as the study says
+) -> list[str]:
+    "The scores of which less is better."
+    if given is None:
+        return study.spec.get("lower_is_better", [])
+    names = lower_names(given, metric)
+    if columns := columns_of(study.runs):
+        check_names({"lower_is_better": names}, columns)
+    return names
 
 
 def table_notes(
     study: Study,
-    frame,  # of the table
+    table: Table,  # without notes
     methods: Sequence[str],  # names of intervals
-    level: float,
     budget: Budget,
 ) -> list[str]:
     "What a reader has to know about a table."
-    spec, runs = study.spec, study.reported
+    spec, frame, level, way = study.spec, table.frame, table.level, table.direction
+    runs = [r for r in study.reported if r["variant"] in set(frame["variant"])]
     seeds = ", ".join(map(str, spec["seeds"]))
     out = [
         f"Budget {budget} per run; seeds {seeds}; {100 * level:g}% intervals over seeds ({', '.join(methods)})."
@@ -1849,8 +2124,10 @@ def table_notes(
         out.append(
             "Differences are paired by seed"
             + ("; p from the sign-flip test" if frame["p"].notna().any() else "")
-            + "; P(better) with Newcombe's interval."
+            + f"; P({way}): how often a run ends {way} than one of {table.baseline}, Newcombe's interval."
         )
+    if table.lower:
+        out.append(f"Lower {table.metric} is better.")
     least = int(frame["n"].min())
     if least < 5:
         out.append(
@@ -1876,22 +2153,10 @@ def table_notes(
         out.append(
             f"Tuned alike: {tried}, by {spec['metric']} on seeds {spec['tune']['seeds']}, {on}."
         )
-        out += at_the_edge(study)
-    return out
-
-
-def at_the_edge(study: Study) -> list[str]:
-    "Which winners lie at the end of their grid, where the best value may lie outside."
-    out = []
-    for key, values in study.spec["tune"]["values"].items():
-        if len(values) < 2 or not all(isinstance(v, (int, float)) for v in values):
-            continue
-        found = {r["variant"]: r["overrides"].get(key) for r in study.reported}
-        ends = (min(values), max(values))
-        free = [n for n, arm in study.spec["variants"].items() if key not in arm]
-        edge = [n for n in free if found.get(n) in ends]
-        if edge:
-            out.append(f"At the edge of the grid of {key}: {', '.join(edge)}.")
+        for key in table.tuned:
+            edge = [name for name, keys in table.edges.items() if key in keys]
+            if edge:
+                out.append(f"At the edge of the grid of {key}: {', '.join(edge)}.")
     return out
 
 # %% ../nbs/15_compare.ipynb #c4f6964f
@@ -1923,19 +2188,21 @@ def plot_study(
     study: Study,
     x: str = "rollouts",  # tokens, seconds, steps, updates, or any column of `curves`
     metric: str | None = None,  # default: the primary metric
-    variants: Sequence[str] | None = None,  # default: all
+    variants: Sequence[str] | None = None,  # these, in this order; default: all
     level: float = 0.95,
     ax=None,
 ):  # Figure
     "A metric along a counter: mean and interval over seeds, and every run."
-    metric = (metric or study.spec["metric"]).removeprefix(MEAN)  # a curve, not its mean
-    column, label = AXES.get(x, (x, x.replace("_", " ")))
-    curves = study.curves()
+    metric = study.spec["metric"] if metric is None else metric
+    check_metric(metric)
+    metric = metric.removeprefix(MEAN)  # a curve, not its mean
+    column, label = AXES.get(x, (x, str(x).replace("_", " ")))
+    curves, shown = study.curves(), selection(study, variants)
     for name in (column, metric):
         if name not in curves:
             raise ValueError(unknown_name("column", name, list(curves)))
     fig, (ax,) = make_figure(row_height=2.8) if ax is None else (ax.figure, (ax,))
-    for i, name in enumerate(study.spec["variants"] if variants is None else variants):
+    for i, name in enumerate(shown):
         color, runs = COLORS[i % len(COLORS)], []
         for _, part in curves[curves["variant"] == name].groupby("seed"):
             part = part[[column, metric]].astype(float).dropna()
@@ -1999,7 +2266,8 @@ def runs_table(study: Study) -> str:
     columns = ["variant", "seed", "status", "ended"]
     columns += [k for k in (study.spec["tune"] or {}).get("values", ()) if k in frame]
     columns += [c for k in names for c in (f"start_{k}", k)]
-    columns += ["n_rollouts_generated", "tokens_generated", "optimizer_steps", "seconds"]
+    columns += ["n_rollouts_generated", "tokens_generated", "optimizer_steps"]
+    columns += ["seconds", "cpu_seconds"]
     frame = frame[[c for c in columns if c in frame]]
     show = lambda v: "" if v is None or v != v else f"{v:.4g}" if isinstance(v, float) else str(v)
     head = "".join(f"<th>{html.escape(c.replace('_', ' '))}</th>" for c in frame)
@@ -2016,15 +2284,35 @@ def evaluations_of(study: Study) -> list[str]:
     return sorted(found, key=lambda k: (k != study.spec["metric"].removeprefix(MEAN), k))
 
 
-def report_plots(study: Study) -> list[str]:
+def report_plots(
+    study: Study,
+    variants: Sequence[str] | None = None,  # default: all
+) -> list[str]:
     "The plots of a report as HTML: primary metric and training reward along samples, and along seconds."
     curves, out = study.curves(), []
     metric = study.spec["metric"].removeprefix(MEAN)
     for name, x in ((metric, "rollouts"), (metric, "seconds"), ("reward", "rollouts")):
         if name in curves and AXES[x][0] in curves and curves[name].notna().any():
             about = f"{name} along {AXES[x][1]}: mean and 95 % interval over seeds"
-            out.append(inline_png(plot_study(study, x, name), about))
+            out.append(inline_png(plot_study(study, x, name, variants), about))
     return out
+
+
+def tuning_text(study: Study):
+    "Mean scores of the values that were tried, with the chosen one marked, as a DataFrame of text."
+    import pandas as pd
+
+    metric, keys = study.spec["metric"], list(study.spec["tune"]["values"])
+    frame, rows = study.tuning(), []
+    for key in keys:  # a list of weights cannot be a column
+        frame[key] = frame[key].map(lambda v: v if isinstance(v, (Real, str)) else str(v))
+    for (name, *values), part in frame.groupby(["variant", *keys], sort=False, dropna=False):
+        mean = part[metric].mean(skipna=False) if metric in part else math.nan
+        text = "failed" if math.isnan(mean) else f"{mean:.4g}"
+        text += " (chosen)" if part["chosen"].all() else ""
+        text += " (edge of the grid)" if part["edge"].all() else ""
+        rows.append({"variant": name, **dict(zip(keys, values)), metric: text})
+    return pd.DataFrame(rows).pivot(index="variant", columns=keys, values=metric).fillna("")
 
 
 def write_report(
@@ -2039,6 +2327,8 @@ def write_report(
     tables = [study_table(study, **kw)._repr_html_()]
     others = [k for k in evaluations_of(study) if k != metric]
     later = {k: v for k, v in kw.items() if k != "metric"}
+    if isinstance(kw.get("lower_is_better"), bool):  # of the first table alone
+        del later["lower_is_better"]
     tables += [
         f"<h3>{html.escape(k)}</h3>" + study_table(study, k, **later)._repr_html_() for k in others
     ]
@@ -2052,8 +2342,7 @@ def write_report(
     )
     tuning = ""
     if spec["tune"]:
-        frame = study.tuning().pivot_table(spec["metric"], "variant", list(spec["tune"]["values"]))
-        tuning = "<h2>Tuning</h2>" + frame.round(4).to_html(border=0, na_rep="failed")
+        tuning = f'<h2>Tuning</h2><div class="wide">{tuning_text(study).to_html(border=0)}</div>'
     packages = env.get("packages", {})
     facts = {k: v for k, v in env.items() if k != "packages"} | packages
     page = f"""<!DOCTYPE html>
@@ -2062,7 +2351,7 @@ def write_report(
 <h1>{html.escape(title)}</h1>
 <p class="lead">{html.escape(", ".join(arms))}: {len(study.reported)} runs of {to_budget(spec["budget"])}</p>
 <div class="wide">{tables[0]}</div>
-{"".join(report_plots(study))}
+{"".join(report_plots(study, kw.get("variants")))}
 {f'<h2>Other scores</h2><div class="wide">{"".join(tables[1:])}</div>' if others else ""}
 <h2>What was compared</h2>{pairs_table(arms)}<h3>The same for all</h3>{pairs_table(plan)}
 <h3>Base, as far as it differs from the defaults</h3>{pairs_table(base)}
