@@ -29,6 +29,7 @@ import inspect
 import io
 import json
 import math
+import os
 import queue
 import re
 import textwrap
@@ -871,11 +872,12 @@ def path_of(
     path = Path(value)
     if not folder and path.is_dir():
         raise ValueError(f"{name}={str(value)!r} must be a file, and it is a folder.")
-    for at in (path, *path.parents)[0 if folder else 1 :]:
-        if at.exists():
-            if not at.is_dir():
-                raise ValueError(f"{name}={str(value)!r} needs a folder, and {at} is a file.")
-            break
+    try:
+        at = next(p for p in (path, *path.parents)[0 if folder else 1 :] if p.exists())
+    except OSError as e:
+        raise ValueError(f"{name}={str(value)!r} cannot be a path: {e.strerror}.") from None
+    if not at.is_dir():
+        raise ValueError(f"{name}={str(value)!r} needs a folder, and {at} is a file.")
     return path
 
 
@@ -1775,7 +1777,13 @@ def compare(
     if study is not None:
         check_names(lists, columns_of(study.runs))
         return study
-    spec.dir.mkdir(parents=True, exist_ok=True)
+    for name, folder in (("dir", spec.dir), ("store", spec.dir if store is None else store.parent)):
+        try:  # the end of a study is no time to learn that it cannot be written
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ValueError(f"{name}: {folder} cannot be made: {e.strerror}.") from None
+        if not os.access(folder, os.W_OK):
+            raise ValueError(f"{name}: {folder} cannot be written to.")
     lock = DirLock(spec.dir / "study.lock")
     lock.acquire()
     try:
@@ -1877,7 +1885,7 @@ def interval_of(
     "A statistic over seeds with the interval that was asked for."
     if isinstance(level, bool) or not isinstance(level, Real) or not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, such as 0.95, got {level!r}.")
-    if statistic not in STATISTICS:
+    if not isinstance(statistic, str) or statistic not in STATISTICS:
         raise ValueError(unknown_name("statistic", statistic, STATISTICS))
     if interval not in ("auto", "t", "BCa", "percentile"):
         raise ValueError(unknown_name("interval", interval, ("auto", "t", "BCa", "percentile")))
@@ -2055,7 +2063,7 @@ def study_table(
     names = selection(study, variants)
     baseline = names[0] if baseline is None else baseline
     if baseline not in names:
-        if baseline in study.spec["variants"]:
+        if baseline in list(study.spec["variants"]):
             raise ValueError(f"The baseline {baseline!r} is not shown: add it to variants={names}.")
         raise ValueError(unknown_name("variant", baseline, names))
     scores = scores_by_seed(study, metric)
@@ -2196,7 +2204,9 @@ def plot_study(
     metric = study.spec["metric"] if metric is None else metric
     check_metric(metric)
     metric = metric.removeprefix(MEAN)  # a curve, not its mean
-    column, label = AXES.get(x, (x, str(x).replace("_", " ")))
+    if not isinstance(x, str):
+        raise ValueError(unknown_name("x", x, AXES))
+    column, label = AXES.get(x, (x, x.replace("_", " ")))
     curves, shown = study.curves(), selection(study, variants)
     for name in (column, metric):
         if name not in curves:

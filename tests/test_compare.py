@@ -325,6 +325,20 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
         refused("not a stored study of format 1", ARMS, store=tmp_path / "s.json")
 
 
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_trained(tmp_path, monkeypatch):
+    kw = {"seeds": [0], "budget": Steps(1)}
+    COUNTS["made"] = 0
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "closed")
+    with pytest.raises(ValueError, match="store: .*closed cannot be written to"):
+        compare(ARMS, dir=tmp_path / "d", store=tmp_path / "closed" / "s.json", **kw)
+    with pytest.raises(ValueError, match="dir: .*closed cannot be written to"):
+        compare(ARMS, dir=tmp_path / "closed", **kw)
+    too_long = tmp_path / ("x" * 300)
+    with pytest.raises(ValueError, match="store=.* cannot be a path: File name too long"):
+        compare(ARMS, dir=tmp_path / "d", store=too_long / "s.json", **kw)
+    assert COUNTS["made"] == 0
+
+
 def test_an_unknown_metric_ends_the_study_after_one_step(tmp_path):
     log = tmp_path / "log"  # a run sees copies of what a function has captured
 
@@ -651,6 +665,11 @@ def test_a_table_of_some_variants(tmp_path):
                 show(variants=wrong)
         with pytest.raises(ValueError, match="metric must be the name"):
             show(metric=3)
+    for wrong in (lambda: study.plot(x=["steps"]), lambda: study.table(statistic=["mean"])):
+        with pytest.raises(ValueError, match="Unknown"):
+            wrong()
+    with pytest.raises(ValueError, match="Unknown variant"):
+        study.table(baseline=["slow"])
     with pytest.raises(ValueError, match="'slow' is not shown: add it to variants"):
         study.table(variants=["fast", "even"], baseline="slow")
     with pytest.raises(ValueError, match="level must lie between 0 and 1"):
