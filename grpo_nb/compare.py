@@ -870,12 +870,13 @@ def path_of(
     if not isinstance(value, (str, Path)) or not str(value):
         raise ValueError(f"{name} must be a path, got {value!r}.")
     path = Path(value)
-    if not folder and path.is_dir():
-        raise ValueError(f"{name}={str(value)!r} must be a file, and it is a folder.")
     try:
+        is_folder = path.is_dir()
         at = next(p for p in (path, *path.parents)[0 if folder else 1 :] if p.exists())
     except OSError as e:
         raise ValueError(f"{name}={str(value)!r} cannot be a path: {e.strerror}.") from None
+    if is_folder and not folder:
+        raise ValueError(f"{name}={str(value)!r} must be a file, and it is a folder.")
     if not at.is_dir():
         raise ValueError(f"{name}={str(value)!r} needs a folder, and {at} is a file.")
     return path
