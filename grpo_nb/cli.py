@@ -25,20 +25,24 @@ from pathlib import Path
 from typing import Any
 
 from grpo_nb.compare import (
+    STATISTICS,
+    UNKNOWN,
     Samples,
     Seconds,
     Spec,
     Steps,
     Study,
-    base_tree,
     compare,
     evaluations_of,
     make_job,
     place,
+    plan_study,
     read_recipe,
+    seed_list,
     set_keys,
     t_interval,
     to_budget,
+    whole_number,
 )
 from .core import unknown_name
 from .filter_groups import format_summary, parse_filter_logs
@@ -124,6 +128,7 @@ BLOCK = {
     "tune_budget": "budget of a tuning run",
     "max_seconds": "a run that trains longer ends early, and is marked",
     "metric": "primary score",
+    "lower_is_better": "true: of the primary score; or names of scores of which less is better",
     "baseline": "variant that the others are compared with",
     "statistic": "mean or iqm",
     "dir": "folder of the study",
@@ -147,13 +152,26 @@ def read_block(
     if not isinstance(block["variants"], Mapping):
         raise ValueError(f"compare.variants must map names to keys, got {block['variants']!r}.")
     out = {k: v for k, v in block.items() if v is not None}
+    for name, keys in (
+        *out["variants"].items(),
+        ("common", out.get("common")),
+        ("base", out.get("base")),
+    ):
+        if keys is not None and not isinstance(keys, Mapping):
+            raise ValueError(f"compare: {name} must map keys to values, got {keys!r}.")
     common = flat_keys(out.pop("common", {}))
     out["variants"] = {str(k): common | flat_keys(v or {}) for k, v in out["variants"].items()}
-    seeds = out.get("seeds", 5)
-    out["seeds"] = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    out["seeds"] = seed_list(out.get("seeds", 5), "compare.seeds")
     out["budget"] = to_budget(out.get("budget"), "compare.budget")
     if out["budget"] is None:
         raise ValueError("compare.budget is missing, such as {samples: 20000}.")
+    for key, known in (("baseline", out["variants"]), ("statistic", STATISTICS)):
+        if key in out and out[key] not in list(known):
+            raise ValueError(unknown_name(f"compare.{key}", out[key], known))
+    if "seconds" in out:
+        Seconds(out["seconds"])  # a number > 0
+    for key in ("workers", "threads"):
+        whole_number(f"compare.{key}", out.get(key, 1))
     return out
 
 # %% ../nbs/30_cli.ipynb #9407a534
@@ -241,13 +259,16 @@ def run_compare(
     title = block.pop("title", "Comparison")
     shown = {k: block.pop(k) for k in ("baseline", "statistic") if k in block}
     names, dir = list(block["variants"]), Path(block.pop("dir", "runs/compare"))
-    workers, threads = block.get("workers", 1), block.get("threads", 1)
+    workers = whole_number("workers", block.get("workers", 1))
     print(
         f"{title}: {', '.join(names)}; seeds {', '.join(map(str, block['seeds']))}; {block['budget']} per run"
     )
     seconds = block.pop("seconds", None)
+    options = {k: v for k, v in block.items() if k != "workers"}
+    # mistakes are told before anything is trained, also for the budget
+    spec = plan_study(base=config, dir=dir, **options)
     if seconds:
-        block["budget"] = fitted_budget(config, block, float(seconds), dir, workers, threads)
+        block["budget"] = fitted_budget(spec, float(seconds), workers)
     study = compare(base=config, dir=dir, **block)
     study.save(dir / "study.json")
     if study.unfinished:
@@ -278,42 +299,40 @@ def with_overrides(
 
 
 def fitted_budget(
-    config: GRPOConfig,
-    block: Mapping,  # from `read_block`
+    plan: Spec,  # its folder keeps the answer, so that a continued study keeps its budget
     seconds: float,
-    dir: Path,  # of the study; the answer is kept there, so that a continued study keeps its budget
     workers: int,
-    threads: int,
 ):
     "Measure this machine, and say what the study will take."
-    budget = block["budget"]
+    budget, dir = plan.budget, Path(plan.dir)
     if not isinstance(budget, (Samples, Steps)):
         raise ValueError(
             f"compare.seconds goes with a budget of samples or steps, not with {budget}."
         )
-    asked = [str(budget), seconds, sorted(block["variants"]), len(block["seeds"]), workers, threads]
+    asked = [str(budget), seconds, sorted(plan.variants), len(plan.seeds), workers, plan.threads]
     file = dir / "budget.json"
     if file.exists() and (old := json.loads(file.read_text()))["asked"] == asked:
         return to_budget(old["budget"])
-    with tempfile.TemporaryDirectory() as tmp, place(workers, threads) as carry_out:
-        tree = base_tree(
-            dataclasses.replace(config, eval=dataclasses.replace(config.eval, limit=1))
-        )
-        spec = Spec(block["variants"], tree, [0], Steps(4), threads=threads, dir=tmp)
+    with tempfile.TemporaryDirectory() as tmp, place(workers, plan.threads) as carry_out:
+        short = {"base": set_keys(plan.base, {"eval.limit": 1}), "seeds": [0], "tune": {}}
+        short |= {"budget": Steps(4), "eval_every": plan.eval_every and Steps(4), "dir": tmp}
+        spec = dataclasses.replace(plan, **short)
         results = {
             r["variant"]: r for r in carry_out([make_job(spec, v, 0) for v in spec.variants])
         }
     failed = [r for r in results.values() if r["status"] != "done"]
     if failed:
+        if failed[0]["ended"] == UNKNOWN:
+            raise ValueError(failed[0]["error"])
         raise ValueError(
             f"{failed[0]['variant']} cannot be trained: {failed[0]['error'].splitlines()[-1]}"
         )
     results = [results[v] for v in spec.variants]
     drawn = [r["curve"]["n_rollouts_generated"][-1] / 4 for r in results]
     fit, expected = affordable(
-        budget, step_seconds(results), drawn, len(block["seeds"]), seconds, workers
+        budget, step_seconds(results), drawn, len(plan.seeds), seconds, workers
     )
-    runs = len(block["seeds"]) * len(drawn)
+    runs = len(plan.seeds) * len(drawn)
     why = (
         ""
         if fit.n == budget.n
