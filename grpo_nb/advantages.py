@@ -95,6 +95,26 @@ class Siblings:
             inverse = torch.where(m2 > 0, inverse, 0.0)
         return torch.where(n == 1, 1 / (1 + eps), inverse) if self.raw_singles else inverse
 
+    def normalise(
+        self,
+        eps: float,  # added to the deviation
+        ddof: int,  # delta degrees of freedom
+    ) -> tuple[Tensor, Tensor]:  # distances from the mean, 1 / (std + eps)
+        "Both factors of the normalised rewards; the rewards are overwritten."
+        g = self.x_RKGP.shape[-2]
+        if (
+            self.ok_RKGP is not None
+            or not self.short
+            or self.raw_singles
+            or g <= ddof
+            or not eps > 0
+        ):
+            d, n, m2 = self.deviations(keep=False)
+            return d, self.inverse_std(n, m2, eps, ddof)
+        # the usual case without its questions
+        d = self.x_RKGP.sub_(self.add(self.x_RKGP).div_(g))
+        return d, self.add(d * d).div_(g - ddof).sqrt_().add_(eps).reciprocal_()
+
 # %% ../nbs/09_advantages.ipynb #901c139a
 @dataclass
 class RewardBatch:
@@ -401,8 +421,10 @@ def grpo(
 
     def kernel(s: Siblings) -> Tensor:
         s = s.total(b.weights_R)
-        d, n, m2 = s.deviations(keep=False)
-        return (d.mul_(s.inverse_std(n, m2, eps, ddof)) if scale == "group" else d)[0]
+        if scale != "group":
+            return s.deviations(keep=False)[0][0]
+        d, inverse = s.normalise(eps, ddof)
+        return d.mul_(inverse)[0]
 
     if scale != "batch":
         return b.result(kernel)
@@ -485,8 +507,11 @@ def loo_norm(
 # %% ../nbs/09_advantages.ipynb #3c3679ed
 def _weighted_z(s: Siblings, weights: Sequence[float], eps: float, ddof: int, scale: str) -> Tensor:
     "Sum over components of weight times normalised reward, (K, G, P)."
-    d, n, m2 = s.deviations(keep=False)
-    factor = s.inverse_std(n, m2, eps, ddof) if scale == "group" else torch.ones_like(m2)
+    if scale == "group":
+        d, factor = s.normalise(eps, ddof)
+    else:
+        d, _, m2 = s.deviations(keep=False)
+        factor = torch.ones_like(m2)
     if any(w != 1 for w in weights):
         factor = factor * d.new_tensor(weights).view(-1, 1, 1, 1)
     return d.mul_(factor).sum(0)

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .filter_groups import pack, unpack
+from .core import pack, unpack
 from .tracking import DirLock
 
 # %% ../nbs/12a_checkpoint.ipynb #b460f357

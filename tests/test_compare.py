@@ -5,7 +5,10 @@ import math
 import os
 import re
 import signal
+import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from grpo_nb.compare import (
     Steps,
     Study,
     Tokens,
+    at_the_edge,
     base_tree,
     bootstrap_interval,
     common_curve,
@@ -41,6 +45,7 @@ from grpo_nb.tracking import DirLock, RunLocked
 from grpo_nb.trainer import GRPO, load_config
 
 COUNTS = {"made": 0}
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Fake:
@@ -110,7 +115,7 @@ def test_a_budget_needs_its_counter(tmp_path):
     for wrong in (0, -1, True, "many"):
         with pytest.raises(ValueError, match="needs a number > 0"):
             Samples(wrong)
-    with pytest.raises(ValueError, match="mapping such as"):
+    with pytest.raises(ValueError, match="Did you mean 'samples'"):
         to_budget({"sample": 3})
 
 
@@ -266,7 +271,7 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
         assert not (tmp_path / "none").exists()
 
     refused("no variants", {})
-    refused("different integers", ARMS, seeds=[1, 1])
+    refused("different integers >= 0", ARMS, seeds=[1, 1])
     refused("needs a budget", ARMS, budget=None)
     refused("same for all", {"a": {"tasks.eval": "x"}})
     refused("same for all", {"a": {"run": {"dir": "x"}}})
@@ -276,6 +281,150 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
     refused("optimizer.lrr", {"a": {}}, tune={"optimizer.lrr": [1e-4]})
     refused("is a function", ARMS, tune={"optimizer.lr": [1e-4]})
     refused("number of steps", {"a": {"optimizer.schedule": "linear"}}, budget=Tokens(5))
+    for wrong in (["a"], "a", 3, None):
+        refused("variants must map names to overrides", wrong)
+    refused("name of a variant is text", {1: {}})
+    refused("keys are text", {"a": {3: 1}})
+    for wrong in (500, "many", {"samples": 3, "steps": 4}):
+        refused("budget must be one of Samples", ARMS, budget=wrong)
+        refused("eval_every must be one of Samples", ARMS, eval_every=wrong)
+    refused("needs a number > 0, got inf", ARMS, budget={"samples": math.inf})
+    refused("Did you mean 'samples'", ARMS, budget={"sample": 500})
+    for wrong in ("ab", 2.5, None, True, [1.5], [True], [-1], [[1]], 0, []):
+        refused("seeds must be a number of seeds", ARMS, seeds=wrong)
+        grid = {"optimizer.lr": [1e-4]}
+        refused("tune_seeds must be a number of seeds", {"a": {}}, tune=grid, tune_seeds=wrong)
+    for wrong in (3, [1e-4], "optimizer.lr"):
+        refused("tune must map keys to values", {"a": {}}, tune=wrong)
+    refused("different values", {"a": {}}, tune={"optimizer.lr": [1e-4, 1e-4]})
+    refused("tune sets 'steps'", {"a": {}}, tune={"steps": [3, 4]})
+    for wrong in (3, ["x.jsonl"], "", {}, {"a": 3}):
+        refused("tune_tasks must be a file", {"a": {}}, tune=grid, tune_tasks=wrong)
+    refused("tune_tasks cannot be read", {"a": {}}, tune=grid, tune_tasks="nowhere.jsonl")
+    refused("tasks.eval cannot be read", {"a": {}}, base={"tasks": {"eval": "nowhere.jsonl"}})
+    refused("no held-out tasks", {"a": {}}, base={"tasks": {"eval": None}})
+    refused("needs a mapping, got 3", {"a": {}}, base=3)
+    for name in ("workers", "threads"):
+        for wrong in (0, "2", 1.5, None):
+            refused(f"{name} must be a whole number", ARMS, **{name: wrong})
+    refused("map must be", ARMS, map=3)
+    refused("make must be", {"a": {}}, make="f")
+    refused("Seconds needs a number > 0", ARMS, max_seconds=-1)
+    refused("Did you mean 'train'", ARMS, if_changed="trian")
+    for wrong in ("reward", 3, [1]):
+        refused("keep must be a list of names", ARMS, keep=wrong)
+    for wrong in (3, None, ""):
+        refused("metric must be the name of a score", ARMS, metric=wrong)
+    (tmp_path / "file").write_text("")
+    refused("is a file", ARMS, dir=tmp_path / "file")
+    refused("dir must be a path", ARMS, dir=3)
+    refused("is a file", ARMS, store=tmp_path / "file" / "s.json")
+    refused("it is a folder", ARMS, store=tmp_path)
+    for text in ("[1]", "text", "", '"study"', '{"format": 1, "spec": 3, "runs": []}'):
+        (tmp_path / "s.json").write_text(text)
+        refused("not a stored study of format 1", ARMS, store=tmp_path / "s.json")
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_trained(tmp_path, monkeypatch):
+    kw = {"seeds": [0], "budget": Steps(1)}
+    COUNTS["made"] = 0
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "closed")
+    with pytest.raises(ValueError, match="store: .*closed cannot be written to"):
+        compare(ARMS, dir=tmp_path / "d", store=tmp_path / "closed" / "s.json", **kw)
+    with pytest.raises(ValueError, match="dir: .*closed cannot be written to"):
+        compare(ARMS, dir=tmp_path / "closed", **kw)
+    too_long = tmp_path / ("x" * 300)
+    with pytest.raises(ValueError, match="store=.* cannot be a path: File name too long"):
+        compare(ARMS, dir=tmp_path / "d", store=too_long / "s.json", **kw)
+    assert COUNTS["made"] == 0
+
+
+def test_an_unknown_metric_ends_the_study_after_one_step(tmp_path):
+    log = tmp_path / "log"  # a run sees copies of what a function has captured
+
+    class Counted(Fake):
+        def fit(self, steps):
+            log.write_text(log.read_text() + "step\n")
+            super().fit(steps)
+
+    arms = {"a": lambda s, d: Counted(s), "b": lambda s, d: Counted(s)}
+    kw = {"seeds": range(3), "budget": Steps(9), "dir": tmp_path / "d"}
+    for wrong in ("eval_samplde", "mean_eval_samplde"):
+        log.write_text("")
+        with pytest.raises(ValueError, match="Unknown metric '.*samplde'. Did you mean 'eval_samp"):
+            compare(arms, metric=wrong, eval_every=Steps(2), **kw)
+        assert log.read_text() == "step\n"
+    with pytest.raises(ValueError, match="Did you mean 'eval_sampled'"):
+        compare(ARMS, metric="eval_samplde", workers=2, **kw)
+    with ThreadPoolExecutor(2) as pool, pytest.raises(ValueError, match="Unknown metric"):
+        compare(ARMS, metric="eval_samplde", map=pool.map, **kw)
+    assert not list((tmp_path / "d").glob("*/result.json"))  # nothing counts as a run
+    study = compare(ARMS, metric="reward", **kw)  # what every step logs is fine
+    assert study.table().metric == "reward"
+    with pytest.raises(ValueError, match="Unknown metric 'rewards'"):  # finished runs tell it, too
+        compare(ARMS, metric="rewards", **kw)
+    base = {"train_batch_size": 2, "num_generations": 2, "eval": {"limit": 2, "samples": 1}}
+    with pytest.raises(ValueError, match="Did you mean 'eval_sampled'"):
+        compare({"a": {}}, base, 1, Steps(2), metric="eval_samplde", dir=tmp_path / "real")
+
+
+def test_a_recipe_is_checked_before_its_budget_is_fitted(tmp_path, capsys):
+    small = ["train_batch_size=2", "num_generations=2", "eval.limit=2", "eval.samples=1"]
+    small += ["compare.budget={steps: 2}", "compare.seeds=1", "compare.seconds=60"]
+    run = lambda *more: main(
+        ["compare", "data:recipes/quickstart.yaml", *small, *more, "--dir", str(tmp_path / "d")]
+    )
+    for wrong, say in (
+        ("compare.metric=3", "metric must be the name of a score"),
+        ("compare.seconds=-1", "Seconds needs a number > 0"),
+        ("compare.workers=none", "compare.workers must be a whole number"),
+        ("compare.statistic=median", "Unknown compare.statistic 'median'"),
+        ("compare.tune={optimizer.lr: 3}", "must be a list of values"),
+    ):
+        assert run(wrong) == 2
+        told = capsys.readouterr().err
+        assert say in told and len(told.splitlines()) == 1
+        assert not (tmp_path / "d").exists()
+    assert run("compare.metric=eval_samplde", "--workers", "1") == 2
+    assert "Unknown metric 'eval_samplde'" in capsys.readouterr().err
+    assert not list(tmp_path.glob("d/*/result.json"))
+    assert run("--workers", "1") == 0
+    out = capsys.readouterr().out
+    assert "3 runs of 2 steps" in out and "P(" in out
+
+
+def test_names_to_keep_are_those_of_some_variant(tmp_path):
+    class Other(Fake):
+        def fit(self, steps):
+            super().fit(steps)
+            self.history[-1]["extra"] = 1.0
+
+    arms = ARMS | {"other": lambda s, d: Other(s)}
+    kw = {"seeds": range(2), "budget": Steps(2), "store": tmp_path / "s.json"}
+    COUNTS["made"] = 0
+    with pytest.raises(ValueError, match="metric in keep: 'rewards'. Did you mean 'reward'"):
+        compare(arms, keep=["rewards"], dir=tmp_path / "d", **kw)
+    assert COUNTS["made"] == 3  # not the second seed
+    study = compare(arms, keep=["reward", "extra"], dir=tmp_path / "d", **kw)
+    assert COUNTS["made"] == 6 and "extra" in study.runs[2]["curve"]
+    with pytest.raises(ValueError, match="metric in keep: 'nosuch'"):
+        compare(arms, keep=["nosuch"], dir=tmp_path / "d", **kw)
+    with pytest.raises(ValueError, match="metric in keep: 'nosuch'"):
+        study.save(tmp_path / "t.json", ["nosuch"])
+
+
+def test_variants_that_are_the_same_are_runs_of_their_own(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("")
+
+    def make(config):
+        log.write_text(log.read_text() + ".")
+        return Fake(config.seed + len(log.read_text()))
+
+    kw = {"make": make, "evaluate": Fake.evaluate, "seeds": [0], "budget": Steps(2)}
+    first = compare({"a b": {}, "a_b": {}}, dir=tmp_path, **kw)
+    assert log.read_text() == ".." and first.runs[0]["curve"] != first.runs[1]["curve"]
+    assert compare({"a b": {}, "a_b": {}}, dir=tmp_path, **kw).runs == first.runs
 
 
 def test_every_arm_is_tuned_alike():
@@ -338,7 +487,8 @@ def test_the_sign_flip_p_is_exact_and_uniform_under_the_null():
 
 def test_identical_arms_do_not_differ(tmp_path):
     same = {"a": lambda s, d: Fake(s), "b": lambda s, d: Fake(s)}
-    row = compare(same, seeds=range(6), budget=Steps(3), dir=tmp_path).table().frame.loc[1]
+    with pytest.warns(UserWarning, match="'a' and 'b' are the same configuration"):
+        row = compare(same, seeds=range(6), budget=Steps(3), dir=tmp_path).table().frame.loc[1]
     assert (row["difference"], row["difference_low"], row["difference_high"], row["p"]) == (
         0,
         0,
@@ -433,6 +583,224 @@ def test_another_metric_and_an_unknown_one(tmp_path):
         study.table(baseline="slw")
 
 
+class Violations(Fake):
+    "Learns to violate less; loses by half."
+
+    def evaluate(self):
+        return super().evaluate() | {"svr": 1 - self.skill}
+
+
+LOSING = {
+    "slow": lambda seed, dir: Violations(seed, 0.05),
+    "fast": lambda seed, dir: Violations(seed, 0.4),
+}
+
+
+def test_where_less_is_better_the_table_asks_for_less(tmp_path):
+    kw = {"seeds": range(5), "budget": Steps(3), "dir": tmp_path / "d"}
+    study = compare(LOSING, metric="svr", lower_is_better=True, store=tmp_path / "s.json", **kw)
+    table = study.table()
+    row = table.frame.set_index("variant").loc["fast"]
+    assert row["difference"] < 0 and row["better"] == 1 and row["better_low"] > 0.5
+    for text in (str(table), table.to_markdown(), table.to_latex(), table._repr_html_()):
+        assert "P(lower)" in text and "better)" not in text and "svr is better" in text
+    up = study.table("eval_sampled")
+    assert up.frame["better"][1] == 1 and "P(higher)" in str(up)
+    wrong_way = study.table("svr", lower_is_better=False)
+    assert wrong_way.frame["better"][1] == 0 and "P(higher)" in str(wrong_way)
+    for way in (True, ["svr"], {"svr", "eval_greedy"}, "svr"):
+        assert study.table("svr", lower_is_better=way).frame["better"][1] == 1
+    for way, match in ((["srv"], "Did you mean 'svr'"), (3, "names of scores"), ([3], "names")):
+        with pytest.raises(ValueError, match=match):
+            study.table(lower_is_better=way)
+        with pytest.raises(ValueError, match=match):
+            compare(LOSING, lower_is_better=way, **kw)
+    page = study.report(tmp_path / "r.html", lower_is_better=True).read_text()
+    assert page.count("<th>P(lower)</th>") == 1 and page.count("<th>P(higher)</th>") == 2
+    # a direction that no tuning has used is up to who looks: the file is as it was
+    before = (tmp_path / "s.json").read_bytes()
+    COUNTS["made"] = 0
+    again = compare(LOSING, metric="svr", store=tmp_path / "s.json", if_changed="raise", **kw)
+    assert "P(higher)" in str(again.table())
+    again = compare(LOSING, metric="svr", lower_is_better=["svr", "eval_greedy"], store=tmp_path / "s.json", **kw)  # fmt: skip
+    assert "P(lower)" in str(again.table("eval_greedy")) and COUNTS["made"] == 0
+    assert (tmp_path / "s.json").read_bytes() == before
+
+
+def test_tuning_takes_the_lowest_where_less_is_better(tmp_path):
+    make = lambda config: Violations(config.seed, config.optimizer.lr)
+    kw = {"make": make, "evaluate": Violations.evaluate, "seeds": [0], "budget": Steps(3)}
+    kw |= {"tune": {"optimizer.lr": [0.1, 0.2, 0.01]}, "metric": "mean_svr", "eval_every": Steps(1)}
+    kw |= {"dir": tmp_path / "d", "store": tmp_path / "s.json"}
+    with pytest.warns(UserWarning, match="at the edge"):
+        study = compare({"a": {}}, lower_is_better=["svr"], **kw)
+    assert study.frame()["optimizer.lr"].item() == 0.2
+    with pytest.raises(ValueError, match=r"another specification \(lower_is_better\)"):
+        compare({"a": {}}, if_changed="raise", **kw)
+    with pytest.warns(UserWarning, match="optimizer.lr=0.01 of"):
+        assert compare({"a": {}}, **kw).frame()["optimizer.lr"].item() == 0.01
+
+
+def test_a_table_of_some_variants(tmp_path):
+    arms = ARMS | {"fragile": lambda s, d: Fake(s, crash_at=2), "even": lambda s, d: Fake(s, 0.06)}
+    study = compare(arms, seeds=range(5), budget=Steps(3), dir=tmp_path / "d")
+    table = study.table(variants=["fast", "slow"])
+    assert table.frame["variant"].tolist() == ["fast", "slow"] and table.baseline == "fast"
+    assert "fragile" not in str(table) and "Holm" not in str(table)
+    same = study.table(baseline="fast").frame.set_index("variant").loc["slow"]
+    assert table.frame["difference"][1] == same["difference"]
+    assert study.table(variants=("even", "slow", "fast"), baseline="slow").baseline == "slow"
+    page = study.report(tmp_path / "r.html", variants=["slow", "even"]).read_text()
+    assert page.count("<td>even</td>") > page.count("<td>fast</td>")
+    for show in (study.table, study.plot):
+        for wrong, match in (
+            (["zz"], "Unknown variant 'zz'. Available"),
+            (["slwo"], "Did you mean 'slow'"),
+            ("slow", "variants must be a list of names"),
+            (3, "variants must be a list of names"),
+            ([], "must be different names"),
+            (["slow", "slow"], "must be different names"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                show(variants=wrong)
+        with pytest.raises(ValueError, match="metric must be the name"):
+            show(metric=3)
+    for wrong in (lambda: study.plot(x=["steps"]), lambda: study.table(statistic=["mean"])):
+        with pytest.raises(ValueError, match="Unknown"):
+            wrong()
+    with pytest.raises(ValueError, match="Unknown variant"):
+        study.table(baseline=["slow"])
+    with pytest.raises(ValueError, match="'slow' is not shown: add it to variants"):
+        study.table(variants=["fast", "even"], baseline="slow")
+    with pytest.raises(ValueError, match="level must lie between 0 and 1"):
+        study.table(level=95)
+
+
+# tuning and names
+
+
+def test_a_winner_at_the_edge_of_its_grid_is_marked_and_told_once(tmp_path):
+    def make(config, batch=64):
+        rate = config.optimizer.lr if config.optimizer.lr < 0.15 else 0.01
+        return Fake(config.seed, rate=rate, batch=batch)
+
+    grid = {"optimizer.lr": [0.05, 0.1, 0.2], "make.batch": [64, 128]}
+    arms = {"a": {}, "b": {"make.batch": 64}, "c": {"optimizer.lr": 0.2}}
+    kw = {"make": make, "evaluate": Fake.evaluate, "seeds": [0], "budget": Samples(256)}
+    kw |= {"tune": grid, "tune_seeds": [9], "store": tmp_path / "s.json"}
+    with pytest.warns(UserWarning) as told:
+        study = compare(arms, dir=tmp_path / "d", **kw)
+    told = [str(w.message) for w in told]
+    assert len([t for t in told if "edge" in t]) == 1
+    assert "make.batch=64 of [64, 128] for 'a'" in told[0] and "extend the grid" in told[0]
+    assert "lr" not in told[0] and "'b'" not in told[0]
+    text = str(study.table())
+    assert "64 (edge)" in text and "At the edge of the grid of make.batch: a, c." in text
+    assert re.search(r"^a +0.1  ", text, re.M)
+    tuning = study.tuning()
+    won = tuning[tuning["chosen"]].set_index("variant")
+    assert won["optimizer.lr"].to_dict() == {"a": 0.1, "b": 0.1, "c": 0.2}
+    assert won["edge"].to_dict() == {"a": True, "b": False, "c": True}
+    page = study.report(tmp_path / "r.html").read_text()
+    assert page.count("(chosen)") == 3 and page.count("(edge of the grid)") == 2
+    with warnings.catch_warnings():  # a study from its file says it in the table
+        warnings.simplefilter("error")
+        assert "At the edge" in str(compare(arms, dir=tmp_path / "d", **kw).table())
+
+
+def test_values_of_any_kind_can_be_tuned(tmp_path):
+    make = lambda config: Fake(config.seed, 0.1 * sum(config.advantage.weights))
+    grid = {"advantage.weights": [[0.2, 0.3], [0.5, 0.5]], "advantage.mode": ["grpo", "gdpo"]}
+    kw = {"make": make, "evaluate": Fake.evaluate, "seeds": [0], "budget": Steps(2)}
+    study = compare({"a": {}}, tune=grid, tune_seeds=[9], dir=tmp_path / "d", **kw)
+    assert study.frame()["advantage.weights"].item() == [0.5, 0.5]
+    assert "[0.5, 0.5]" in str(study.table()) and "edge" not in str(study.table())
+    assert "(chosen)" in study.report(tmp_path / "r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "values, chosen, edge",
+    [
+        ([1e-4, 1e-5, 1e-3], 1e-3, True),
+        ([1e-4, 1e-5, 1e-3], 1e-5, True),
+        ([1e-4, 1e-5, 1e-3], 1e-4, False),
+        ([1, 2], 1, True),
+        ([3], 3, False),
+        (["adamw", "sgd"], "sgd", False),
+        ([True, False], True, False),
+    ],
+)
+def test_edges_are_those_of_numbers(values, chosen, edge):
+    assert at_the_edge(values, chosen) == edge
+
+
+def test_one_configuration_under_two_names_is_told(tmp_path):
+    make = lambda config, batch=64: Fake(config.seed, config.optimizer.lr, batch)
+    kw = {"make": make, "evaluate": Fake.evaluate, "seeds": [0, 1], "budget": Steps(2)}
+    arms = {"a": {}, "b": {"update.num_epochs": 1}, "c": {"make.batch": 64}, "d": {"make.batch": 8}}
+    COUNTS["made"] = 0
+    with pytest.warns(UserWarning, match="Variants 'a' and 'b' and 'c' are the same configuration"):
+        compare(arms, dir=tmp_path / "d", **kw)
+    kw |= {"tune": {"optimizer.lr": [0.1, 0.05, 0.02]}, "tune_seeds": [9]}
+    arms = {"tuned": {}, "fixed": {"optimizer.lr": 0.1}, "other": {"optimizer.lr": 0.05}}
+    with pytest.warns(UserWarning) as told:
+        compare(arms, dir=tmp_path / "t", **kw)
+    told = [str(w.message) for w in told if "same configuration" in str(w.message)]
+    assert len(told) == 1 and told[0].startswith("Variants 'tuned' and 'fixed', once tuned, are")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare({"a": {}, "d": {"make.batch": 8}}, dir=tmp_path / "n", **kw | {"tune": None})
+
+
+def test_cpu_seconds_are_those_of_training(tmp_path):
+    class Busy(Fake):
+        def fit(self, steps):
+            until = time.thread_time() + 0.05
+            while time.thread_time() < until:
+                pass
+            time.sleep(0.05)
+            super().fit(steps)
+
+        def evaluate(self):
+            until = time.thread_time() + 0.3
+            while time.thread_time() < until:
+                pass
+            return super().evaluate()
+
+    arms = {"a": lambda s, d: Busy(s)}
+    kw = {"seeds": range(2), "budget": Steps(2)}
+    study = compare(arms, dir=tmp_path / "d", store=tmp_path / "s.json", **kw)
+    spent = study.frame()["cpu_seconds"]
+    assert ((spent >= 0.1) & (spent < 0.3)).all()  # no sleep, no evaluation
+    with ThreadPoolExecutor(2) as pool:
+        there = compare(arms, dir=tmp_path / "e", map=pool.map, **kw).frame()["cpu_seconds"]
+    assert ((there >= 0.1) & (there < 0.3)).all()  # of each thread
+    assert "<th>cpu seconds</th>" in study.report(tmp_path / "r.html").read_text()
+    tree = json.loads((tmp_path / "s.json").read_text())  # a store from before
+    for r in tree["runs"]:
+        del r["cpu_seconds"]
+    (tmp_path / "s.json").write_text(json.dumps(tree))
+    old = compare(arms, dir=tmp_path / "none", store=tmp_path / "s.json", **kw)
+    assert "cpu_seconds" not in old.frame() and len(old.frame()) == 2
+    assert str(old.table()) == str(study.table())
+    tree["runs"][0]["cpu_seconds"] = 1.5  # a store of which one seed is newer
+    (tmp_path / "s.json").write_text(json.dumps(tree))
+    assert Study.load(tmp_path / "s.json").frame()["cpu_seconds"].isna().tolist() == [False, True]
+
+
+def test_stored_studies_of_the_tutorials_are_read():
+    files = [
+        f
+        for f in (ROOT / "nbs/tutorials/studies").glob("*.json")
+        if '"runs"' in f.read_text()[-400000:]
+    ]
+    for file in files:
+        if "spec" in json.loads(file.read_text()):
+            study = Study.load(file)
+            assert len(study.frame()) and "P(higher)" in str(study.table())
+    assert len(files) > 5
+
+
 # real runs
 
 BASE = {
@@ -518,7 +886,7 @@ def test_what_does_not_fit_make_is_refused_before_anything_is_trained(tmp_path):
         with pytest.raises(ValueError, match=match):
             compare({"a": arm}, make=make, seeds=[0], budget=Steps(1), dir=tmp_path / "none")
         assert not (tmp_path / "none").exists()
-    for wrong, match in (({"seeds": "ab"}, "Seeds must be"), ({"evaluate": 3}, "evaluate must be")):
+    for wrong, match in (({"seeds": "ab"}, "seeds must be"), ({"evaluate": 3}, "evaluate must be")):
         kw = {"seeds": [0], "budget": Steps(1), "dir": tmp_path / "none"} | wrong
         with pytest.raises(ValueError, match=match):
             compare({"a": {}}, **kw)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.core import Groups, Rollout
+from grpo_nb.core import Groups, Rollout, rollout_from_state, rollout_to_state
 from grpo_nb.filter_groups import (
     FilterCapError,
     FilterGroupsConfig,
@@ -34,8 +34,6 @@ from grpo_nb.filter_groups import (
     plot_filter_logs,
     recommend,
     resolve_metric,
-    rollout_from_state,
-    rollout_to_state,
     split_groups,
 )
 

@@ -380,10 +380,10 @@ def test_a_callback_that_would_never_be_called_is_refused_before_anything_is_loa
 @pytest.mark.parametrize("steps", [1.5, 2.0, "2", -1, True])
 def test_fit_takes_whole_numbers_of_steps(steps, tmp_path, capsys):
     trainer = make("steps=3", f"run.dir={tmp_path / 'run'}")
-    with pytest.raises(ValueError, match=r"fit\(steps\) needs a whole number >= 0, got"):
+    with pytest.raises(ValueError, match=r"fit\(steps\) must be a whole number >= 0, got"):
         trainer.fit(steps)
     assert not (tmp_path / "run").exists() and trainer.step_done == 0
-    with pytest.raises(ValueError, match=r"evaluate\(samples\) needs a whole number"):
+    with pytest.raises(ValueError, match=r"evaluate\(samples\) must be a whole number"):
         trainer.evaluate(trainer.stream.tasks, samples=steps)
     trainer.fit(0)
     assert trainer.step_done == 0 and "Nothing left to do" in capsys.readouterr().out
@@ -413,7 +413,8 @@ def test_the_command_line_refuses_an_empty_recipe_and_says_what_the_defaults_are
     assert "The defaults (no recipe is given): 1 steps of 2 x 2 samples" in capsys.readouterr().out
     for key, bad in (("workers", 0), ("threads", 1.5), ("seconds", -1), ("seeds", 0)):
         assert main(["compare", "data:recipes/quickstart.yaml", f"compare.{key}={bad}"]) == 2
-        assert f"compare.{key}" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"compare.{key}" in said and str(bad) in said and len(said.splitlines()) == 1, said
 
 
 def press_twice(trainer, at):
