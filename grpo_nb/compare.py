@@ -6,17 +6,18 @@
 __all__ = ['BUDGETS', 'SAME_FOR_ALL', 'REWARD_KEYS', 'MEAN', 'UNKNOWN', 'KEEP', 'STATISTICS', 'AXES', 'CSS', 'Budget', 'Samples',
            'Tokens', 'Seconds', 'Steps', 'to_budget', 'budget_tree', 't_interval', 'bootstrap_interval', 'iqm',
            'improvement', 'sign_flip', 'holm', 'power', 'n_seeds', 'set_keys', 'make_options', 'check_variants',
-           'same_for_all', 'check_variant', 'read_recipe', 'base_tree', 'changes', 'run_config', 'judge_of',
-           'scores_of', 'BudgetSpent', 'Interrupted', 'advance', 'UnknownMetric', 'check_metric', 'lower_names',
-           'is_lower', 'numbers', 'measured_run', 'keep_scores', 'kept_scores', 'short_trace', 'write_result',
-           'result_of', 'CpuSeconds', 'make_trainer', 'check_built', 'train_job', 'go_on', 'start_scores', 'digest',
-           'run_job', 'seed_list', 'path_of', 'name_list', 'source_of', 'make_job', 'folder_of', 'is_fixed', 'Spec',
-           'grid', 'score', 'choose', 'twins', 'plain_or_id', 'code_of', 'Processes', 'place', 'finished', 'compact',
-           'evaluations', 'check_names', 'columns_of', 'at_the_edge', 'Study', 'is_stored', 'chosen_values', 'edges_of',
-           'selection', 'study_frame', 'Reporter', 'Names', 'run_missing', 'identity', 'plan_study', 'stored_study',
-           'chosen_as', 'compare', 'warn_of_edges', 'warn_of_twins', 'run_study', 'interval_of', 'Table', 'tex',
-           'scores_by_seed', 'study_table', 'directions', 'table_notes', 'common_curve', 'plot_study', 'inline_png',
-           'pairs_table', 'runs_table', 'evaluations_of', 'report_plots', 'tuning_text', 'write_report']
+           'same_for_all', 'no_functions', 'check_variant', 'read_recipe', 'base_tree', 'changes', 'run_config',
+           'judge_of', 'scores_of', 'BudgetSpent', 'Interrupted', 'advance', 'UnknownMetric', 'check_metric',
+           'lower_names', 'is_lower', 'numbers', 'measured_run', 'keep_scores', 'kept_scores', 'short_trace',
+           'write_result', 'result_of', 'CpuSeconds', 'make_trainer', 'check_built', 'train_job', 'go_on',
+           'start_scores', 'digest', 'run_job', 'seed_list', 'path_of', 'name_list', 'source_of', 'make_job',
+           'folder_of', 'is_fixed', 'Spec', 'grid', 'score', 'choose', 'twins', 'plain_or_id', 'code_of', 'Processes',
+           'place', 'finished', 'compact', 'evaluations', 'check_names', 'columns_of', 'at_the_edge', 'Study',
+           'is_stored', 'chosen_values', 'edges_of', 'selection', 'study_frame', 'Reporter', 'Names', 'run_missing',
+           'identity', 'plan_study', 'stored_study', 'chosen_as', 'compare', 'warn_of_edges', 'warn_of_twins',
+           'run_study', 'interval_of', 'Table', 'tex', 'scores_by_seed', 'study_table', 'directions', 'table_notes',
+           'common_curve', 'plot_study', 'inline_png', 'pairs_table', 'runs_table', 'evaluations_of', 'report_plots',
+           'tuning_text', 'write_report']
 
 # %% ../nbs/15_compare.ipynb #aa847a70
 import ast
@@ -68,6 +69,7 @@ from grpo_nb.trainer import (
     GRPOConfig,
     build_config,
     config_tree,
+    functions_in,
     load_config,
     locate,
     open_eval,
@@ -365,6 +367,18 @@ def same_for_all(
     return any(f"{key}.".startswith(f"{same}.") for same in SAME_FOR_ALL)
 
 
+def no_functions(
+    who: str,  # holds the keys, for the message
+    keys,  # configuration, or dotted keys and values
+) -> None:
+    "A study is written down: a function in a configuration would become text and fail in every run."
+    for key, name in functions_in(keys).items():
+        raise ValueError(
+            f"{who} sets {key} to the function {name}, which a study cannot write down: register it and give its "
+            "name, or build the trainer yourself with make=."
+        )
+
+
 def check_variant(
     name: str,  # of the variant
     overrides: Mapping[str, Any],  # its dotted keys
@@ -384,6 +398,9 @@ def check_variant(
                 f"Variant {name!r} sets {key!r}, which is the same for all variants: set it in the base, or through "
                 "seeds, budget, threads and dir."
             )
+    no_functions(
+        f"Variant {name!r}", {k: v for k, v in overrides.items() if not k.startswith("make.")}
+    )
 
 # %% ../nbs/15_compare.ipynb #1a13f194
 def read_recipe(
@@ -415,7 +432,9 @@ def base_tree(
     "The base as a plain tree with every key."
     if isinstance(base, (str, Path)):
         base = read_recipe(base)[0]
-    return plain(config_tree(build_config(GRPOConfig, {} if base is None else base)))
+    config = build_config(GRPOConfig, {} if base is None else base)
+    no_functions("The base", config)
+    return plain(config_tree(config))
 
 
 def changes(
