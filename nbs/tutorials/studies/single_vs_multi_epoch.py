@@ -1,9 +1,9 @@
 """One epoch or many over each rollout, on sums with the shipped Llama: the studies that single_vs_multi_epoch.ipynb reads.
 
-    OMP_NUM_THREADS=1 python nbs/tutorials/studies/single_vs_multi_epoch.py     trains what is missing (about ten minutes)
+    OMP_NUM_THREADS=1 python nbs/tutorials/studies/single_vs_multi_epoch.py     trains what is missing (about half an hour)
 
 Every finished run is kept in runs/, and the same command goes on where it stopped. All arms generate the same number of
-samples. Each arm tries the same three learning rates on a tuning seed, scored on a development set; the winner runs on the
+samples. Each arm tries the same five learning rates on four tuning seeds for half of the samples, scored on a development set; the winner runs on the
 reported seeds, scored on held-out problems. Two pairs of arms share a fixed rate instead: the fixed and the progressive scheme
 the middle one, and eight epochs with and without an early stop the largest, at which they collapse.
 A second study lets the single epoch run for about the seconds that eight take.
@@ -23,6 +23,7 @@ BASE = {
     "eval": {"samples": 4, "greedy": False},
 }
 EIGHT = {"update.num_epochs": 8}
+LRS = [1e-6, 3e-6, 1e-5, 3e-5, 1e-4]
 MIDDLE_LR, LARGE_LR = {"optimizer.lr": 3e-5}, {"optimizer.lr": 1e-4}
 VARIANTS = {
     "K=1": {"update.num_epochs": 1},
@@ -55,10 +56,11 @@ def study(**how):
         VARIANTS,
         BASE,
         seeds=range(5),
-        budget=Samples(1024),
+        budget=Samples(2048),
         eval_every=Samples(512),
-        tune={"optimizer.lr": [1e-5, 3e-5, 1e-4]},
-        tune_seeds=(100,),
+        tune={"optimizer.lr": LRS},
+        tune_seeds=range(100, 104),
+        tune_budget=Samples(1024),
         tune_tasks="data:tasks/middle_dev.jsonl",
         store=HERE / "single_vs_multi_epoch.json",
         keep=KEEP,
@@ -67,15 +69,16 @@ def study(**how):
 
 
 def longer(**how):
-    "A single epoch for eight times the samples: about the seconds that eight epochs take."
+    "A single epoch for six times the samples: more than the seconds that eight epochs take."
     return compare(
-        {"K=1, 8 x the samples": {"update.num_epochs": 1}},
+        {"K=1, longer": {"update.num_epochs": 1}},
         BASE,
         seeds=range(5),
-        budget=Samples(8192),
-        eval_every=Samples(1024),
-        tune={"optimizer.lr": [1e-5, 3e-5, 1e-4]},
-        tune_seeds=(100,),
+        budget=Samples(12288),
+        eval_every=Samples(2048),
+        tune={"optimizer.lr": LRS},
+        tune_seeds=(100, 101),
+        tune_budget=Samples(4096),
         tune_tasks="data:tasks/middle_dev.jsonl",
         store=HERE / "single_vs_multi_epoch_longer.json",
         keep=KEEP[:4],
