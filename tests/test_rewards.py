@@ -26,6 +26,7 @@ from grpo_nb.rewards import (
     RewardError,
     RewardRunner,
     RewardSpec,
+    WorkerPool,
     answer_tags,
     between_tags,
     exact_answer,
@@ -294,6 +295,125 @@ def test_processes_started_by_a_function_are_killed_with_it():
         if "time.sleep(1234.5)" in str(p.info["cmdline"])
     ]
     assert [p for p in left if p.status() != "zombie"] == []
+
+
+def in_time(f, seconds=60):  # a hang fails here instead of stopping the suite
+    results = []
+    thread = threading.Thread(target=lambda: results.append(f()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert results, f"no result after {seconds} s"
+    return results[0]
+
+
+def test_a_worker_that_stops_reading_is_killed_at_the_deadline():
+    def leaves_a_thread(completion):
+        import re
+        import threading
+        import time
+
+        def backtrack():  # holds the interpreter lock, after the function returned
+            time.sleep(0.05)
+            re.match(r"(a+)+$", "a" * 60 + "b")
+
+        if completion[0] == "c":
+            threading.Thread(target=backtrack, daemon=True).start()
+        return 1.0
+
+    options = dict(workers=1, timeout_s=0.5, chunk_size=1, on_error="skip", **QUIET)
+    with RewardRunner([leaves_a_thread], **options) as runner:
+        for size in (1, 1_000_000):  # less and more than a pipe holds
+            first = in_time(lambda: runner(batch([c * size for c in "abc"])))
+            time.sleep(0.3)
+            second = in_time(lambda: runner(batch([c * size for c in "de"])))
+            assert values(first.rewards_NR[:, 0]) == [1, 1, 1]
+            assert values(second.rewards_NR[:, 0]) == [-99, 1]
+            assert counts(runner, "leaves_a_thread") == [1, 0, 0, 1, 0]
+        assert "did not take this sample" in runner.failures[0].message
+        assert "did 'leaves_a_thread' leave a thread behind?" in runner.failures[0].message
+
+
+def test_half_a_message_garbage_and_too_much_are_no_reason_to_wait():
+    def writes(completion):
+        import os
+        import pickle
+        import struct
+        import sys
+        import time
+
+        if completion == "a":
+            return 1.0
+        junk = {
+            "half": struct.pack("!i", 1 << 20) + b"x",
+            "header": b"\0\0",
+            "huge": struct.pack("!iQ", -1, 1 << 50),
+            "negative": struct.pack("!i", -5),
+            "text": b"\0\0\0\5hello",
+            "unasked": struct.pack("!i", 5) + pickle.dumps(3, 2),
+            "again": (struct.pack("!i", 4) + pickle.dumps([], 2)) * 2,
+            "more": b"".join(
+                struct.pack("!i", len(m)) + m for m in [pickle.dumps([("ok", [7.0], "", 0.0)] * 99)]
+            ),
+        }[completion]
+        os.write(int(sys.argv[1]), junk)
+        time.sleep(1000)
+
+    texts = ["half", "a", "header", "huge", "negative", "text", "unasked", "again", "more", "a"]
+    with RewardRunner([writes], workers=2, timeout_s=0.4, on_error="skip", **QUIET) as runner:
+        scored = in_time(lambda: runner(batch(texts)))
+    assert values(scored.rewards_NR[:, 0]) == [-99, 1] + [-99] * 7 + [1]
+    assert counts(runner, "writes") == [2, 0, 6, 2, 0]
+
+
+def test_a_stopped_process_is_killed_at_the_deadline():
+    def stops(completion):
+        import os
+        import signal
+
+        if completion[0] == "s":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return 1.0
+
+    with RewardRunner(
+        [stops], workers=1, timeout_s=0.5, chunk_size=1, on_error="skip", **QUIET
+    ) as r:
+        scored = in_time(lambda: r(batch(["a" * 500_000, "s" * 500_000, "b" * 500_000])))
+    assert values(scored.rewards_NR[:, 0]) == [1, -99, 1]
+
+
+def test_results_larger_than_a_pipe_arrive_whole():
+    def many(completion):
+        return [float(i) for i in range(200_000)]
+
+    with RewardRunner([many], workers=1, timeout_s=20) as runner:
+        scored = in_time(lambda: runner(batch(["a", "b"])))
+    assert torch.equal(scored.rewards_NRK[1, 0], torch.arange(200_000.0))
+
+
+def test_workers_that_end_before_they_take_a_sample_are_not_replaced_for_ever():
+    def doomed():
+        import os
+        import threading
+
+        threading.Timer(0.05, os._exit, [7]).start()
+
+    judge = reward_function(lambda completion: 1.0, name="judge", warm_up=doomed)
+
+    def run():  # the samples are too large to be taken before the worker ends
+        with RewardRunner([judge], workers=1, on_error="skip", **QUIET) as runner:
+            runner.pool = WorkerPool(runner.specs, 1, runner.config)
+            real = runner.pool.dispatch
+
+            def late(queue, arguments):
+                time.sleep(0.1 if any(w.ready for w in runner.pool.workers) else 0)
+                real(queue, arguments)
+
+            runner.pool.dispatch = late
+            with pytest.raises(RewardError, match="end before they take a sample.*with code 7"):
+                runner(batch(["a"]))
+        return True
+
+    assert in_time(run)
 
 
 def test_memory_limit_scrubbed_environment_and_temporary_directory(monkeypatch):
