@@ -1258,20 +1258,31 @@ def answer_extractor(
     return lambda completion: find(plain_text(completion))
 
 # %% ../nbs/06_rewards.ipynb #690d2e7d
-NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?:/[0-9]+)?")
+NUMBER = re.compile(
+    r"(?P<sign>[-+]?) ?(?:"
+    r"(?P<digits>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?: [0-9]{3}){2,}|[0-9]*)(?P<decimals>\.[0-9]+)?"
+    r"|(?:(?P<whole>[0-9]+) )?(?P<above>[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+) ?/ ?(?P<below>[0-9]+))"
+)
 
 
 def number_value(
     text: str,  # an answer
 ) -> Fraction | None:  # None if it is not a number
-    "The value of a decimal or a fraction; a currency sign before, a full stop or per cent sign after it are ignored."
-    text = text.strip().lstrip("$").rstrip(".%").replace(" ", "")
-    if len(text) > 100 or not NUMBER.fullmatch(text) or ("." in text and "/" in text):
+    "The value of a decimal, fraction or mixed number; a currency sign before, a full stop or per cent sign after it are ignored."
+    text = " ".join(text.split()).lstrip("$ ").rstrip(".% ")
+    match = NUMBER.fullmatch(text) if len(text.replace(" ", "")) <= 100 else None
+    if match is None:
         return None
-    try:
-        return Fraction(text.replace(",", ""))
-    except (ValueError, ZeroDivisionError):
-        return None
+    sign, digits, decimals, whole, above, below = match.groups()
+    if below is None:
+        plain = digits.replace(",", "").replace(" ", "") + (decimals or "")
+        value = Fraction(plain) if plain else None
+    else:
+        above, below = int(above.replace(",", "")), int(below)
+        if below == 0 or whole is not None and above >= below:  # 1 5/3 is no mixed number
+            return None
+        value = int(whole or 0) + Fraction(above, below)
+    return -value if sign == "-" and value is not None else value
 
 
 @REWARDS.register()

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -861,6 +862,53 @@ def test_numbers_are_compared_by_value_without_building_huge_integers():
     assert time.monotonic() - start < 1
     assert exact_answer()(completion="1,000.0", answer=1000) == 1.0
     assert exact_answer()(completion="10", answer="1") == 0.0
+
+
+@pytest.mark.parametrize(
+    "said, answer, want",
+    [
+        ("1 2/3", "4", 0),
+        ("1 2/3", "12/3", 0),
+        ("1 2/3", "5/3", 1),
+        ("-1 2/3", "-5/3", 1),
+        ("3 1/2", "31/2", 0),
+        ("3 1/2", "3.5", 1),
+        ("3  1 / 2", "7/2", 1),
+        ("1 5/3", "8/3", 0),  # no mixed number
+        ("1 2/0", "1", 0),
+        ("1 2", "12", 0),
+        ("1\n2", "12", 0),
+        ("12", "1 2", 0),
+        ("1. 5", "1.5", 0),
+        ("1 000", "1000", 0),  # one group: also the numbers 1 and 0
+        ("1 234 567", "1234567", 1),
+        ("1\u00a0234\u00a0567.0", "1234567", 1),
+        ("1 234 56", "123456", 0),
+        ("12 34 567", "1234567", 0),
+        ("1,234 567", "1234567", 0),
+        ("1,234", "1234", 1),
+        ("0,123", "123", 0),  # a decimal comma
+        ("1, 234", "1234", 0),
+        ("1,23", "123", 0),
+        ("$ 1,000.50", "1000.5", 1),
+        ("- 5 %", "-5", 1),
+        ("3 - 5", "-5", 0),
+        ("1,000/2", "500", 1),
+    ],
+)
+def test_spaces_never_join_digits(said, answer, want):
+    assert exact_answer()(completion=said, answer=answer) == want
+    assert exact_answer()(completion=answer, answer=said) == want
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 999), min_size=2, max_size=4), st.integers(1, 30))
+def test_numbers_in_a_row_are_no_number_but_in_groups_of_three(parts, below):
+    text = " ".join(map(str, parts))
+    groups = len(parts) > 2 and parts[0] > 0 and all(x > 99 for x in parts[1:])
+    assert number_value(text) == (int(text.replace(" ", "")) if groups else None)
+    mixed = number_value(f"{parts[0]} {parts[1]}/{below}")
+    assert mixed == (parts[0] + Fraction(parts[1], below) if parts[1] < below else None)
 
 
 @settings(max_examples=100, deadline=None)
