@@ -298,9 +298,9 @@ def test_processes_started_by_a_function_are_killed_with_it():
     assert [p for p in left if p.status() != "zombie"] == []
 
 
-def in_time(f, seconds=60):  # a hang fails here instead of stopping the suite
+def in_time(f, *args, seconds=60):  # a hang fails here instead of stopping the suite
     results = []
-    thread = threading.Thread(target=lambda: results.append(f()), daemon=True)
+    thread = threading.Thread(target=lambda: results.append(f(*args)), daemon=True)
     thread.start()
     thread.join(seconds)
     assert results, f"no result after {seconds} s"
@@ -324,9 +324,9 @@ def test_a_worker_that_stops_reading_is_killed_at_the_deadline():
     options = dict(workers=1, timeout_s=0.5, chunk_size=1, on_error="skip", **QUIET)
     with RewardRunner([leaves_a_thread], **options) as runner:
         for size in (1, 1_000_000):  # less and more than a pipe holds
-            first = in_time(lambda: runner(batch([c * size for c in "abc"])))
+            first = in_time(runner, batch([c * size for c in "abc"]))
             time.sleep(0.3)
-            second = in_time(lambda: runner(batch([c * size for c in "de"])))
+            second = in_time(runner, batch([c * size for c in "de"]))
             assert values(first.rewards_NR[:, 0]) == [1, 1, 1]
             assert values(second.rewards_NR[:, 0]) == [-99, 1]
             assert counts(runner, "leaves_a_thread") == [1, 0, 0, 1, 0]
@@ -361,7 +361,7 @@ def test_half_a_message_garbage_and_too_much_are_no_reason_to_wait():
 
     texts = ["half", "a", "header", "huge", "negative", "text", "unasked", "again", "more", "a"]
     with RewardRunner([writes], workers=2, timeout_s=0.4, on_error="skip", **QUIET) as runner:
-        scored = in_time(lambda: runner(batch(texts)))
+        scored = in_time(runner, batch(texts))
     assert values(scored.rewards_NR[:, 0]) == [-99, 1] + [-99] * 7 + [1]
     assert counts(runner, "writes") == [2, 0, 6, 2, 0]
 
@@ -378,7 +378,7 @@ def test_a_stopped_process_is_killed_at_the_deadline():
     with RewardRunner(
         [stops], workers=1, timeout_s=0.5, chunk_size=1, on_error="skip", **QUIET
     ) as r:
-        scored = in_time(lambda: r(batch(["a" * 500_000, "s" * 500_000, "b" * 500_000])))
+        scored = in_time(r, batch(["a" * 500_000, "s" * 500_000, "b" * 500_000]))
     assert values(scored.rewards_NR[:, 0]) == [1, -99, 1]
 
 
@@ -387,7 +387,7 @@ def test_results_larger_than_a_pipe_arrive_whole():
         return [float(i) for i in range(200_000)]
 
     with RewardRunner([many], workers=1, timeout_s=20) as runner:
-        scored = in_time(lambda: runner(batch(["a", "b"])))
+        scored = in_time(runner, batch(["a", "b"]))
     assert torch.equal(scored.rewards_NRK[1, 0], torch.arange(200_000.0))
 
 
@@ -739,6 +739,109 @@ def test_columns_are_passed_only_to_functions_that_take_them():
     }
     with pytest.raises(ValueError, match="needs 'level'.*There are: prompts, completions, answer"):
         RewardRunner([named])(batch(["a"]))
+
+
+def test_what_one_function_does_to_its_arguments_no_other_sees():
+    def lower(completions, **columns):
+        for i, c in enumerate(completions):
+            completions[i] = c.lower()
+        return [1.0] * len(completions)
+
+    def clears(prompts, completions, answer, table, **columns):
+        for row in table:
+            row["ids"].clear()
+        for column in (prompts, completions, answer):
+            column.clear()
+        return [1.0] * len(table)
+
+    def rewrites(prompt, completion, table, array, answer):
+        prompt[0]["content"] = "X"
+        table["ids"].append(5)
+        array += 1
+        answer.append("x")
+        return 1.0
+
+    def spoils_and_raises(completions):
+        completions.append("more")
+        completions[0] = "LONGER"
+        if len(completions) > 2:
+            raise ValueError("more than one")
+        return [float(len(completions[0]))]
+
+    def upper(completion):
+        return float(sum(map(str.isupper, completion)))
+
+    def state(prompt, completion, table, array, answer):
+        return len(prompt[0]["content"]) + 10 * len(table["ids"]) + 100 * array.sum() + len(answer)
+
+    functions = dict(
+        lower=lower,
+        clears=clears,
+        rewrites=rewrites,
+        spoils=spoils_and_raises,
+        upper=upper,
+        state=state,
+        sum=weighted_sum([lower, upper], [1.0, 1.0]),
+        nested=product([weighted_sum([rewrites, state], [0.0, 1.0]), clears]),
+        gated=gate(state, on=rewrites, at_least=1),
+    )
+    want = dict.fromkeys(["lower", "clears", "rewrites"], 1.0)
+    want |= dict(spoils=6.0, upper=2.0, state=226, sum=3.0, nested=226, gated=226)
+
+    # all samples of a group share one task, and all tasks share one array
+    array = np.array([1.0, 1.0])
+    prompts = [[{"role": "user", "content": "hello"}] for _ in range(3)]
+    tasks = [Task(prompts[i], table={"ids": [1, 2]}, array=array, answer=["4"]) for i in range(3)]
+    before = repr([(t.prompt, t.columns) for t in tasks])
+    names = list(functions)
+    for order in (names, names[::-1], names[4:] + names[:4]):
+        for workers in (0, 1):
+            rollout = batch(["AB"] * 6, [tasks[i // 2] for i in range(6)])
+            chosen = {name: functions[name] for name in order}
+            options = dict(workers=workers, chunk_size=3, on_error="skip", **QUIET)
+            with RewardRunner(chosen, **options) as runner:
+                scored = runner(rollout)
+            assert scored.rewards_NR.tolist() == [[want[name] for name in order]] * 6
+            assert rollout.outputs == ["AB"] * 6
+            assert repr([(t.prompt, t.columns) for t in tasks]) == before
+
+
+def test_own_view_copies_containers_and_shares_what_cannot_change():
+    from collections import OrderedDict, defaultdict
+
+    from grpo_nb.rewards import own_view
+
+    leaf = torch.ones(2, requires_grad=True)
+    lock, text = threading.Lock(), "x" * 1000
+    value = {
+        "list": [1, [2, "a"]],
+        "tuple": (1, [2]),
+        "set": {1},
+        "ordered": OrderedDict(a=[1]),
+        "default": defaultdict(list, a=[1]),
+        "array": np.ones(2),
+        "tensor": leaf,
+        "graph": [leaf * 2],  # torch cannot deep-copy it
+        "lock": [lock],
+        "none": None,
+        "text": text,
+        "ids": [1, 2, 3],
+        "bytes": bytearray(b"a"),
+    }
+    value["list"].append(value["list"][1])  # the same list twice: two lists in the copy
+    copy = own_view(value)
+    assert repr(copy) == repr(value)
+    for key in ("list", "tuple", "set", "ordered", "default", "array", "tensor", "ids", "bytes"):
+        assert copy[key] is not value[key]
+    assert copy["list"][1] is not copy["list"][2]
+    assert copy["tuple"][1] is not value["tuple"][1]
+    assert copy["lock"][0] is lock and copy["text"] is text
+    frozen = (1, "a", ("b", None))
+    assert own_view(frozen) is frozen
+    ring = []
+    ring.append(ring)
+    mine = own_view([ring, "a"])[0]
+    assert mine is not ring and mine[0] is mine
 
 
 def test_callable_objects_partials_and_methods():
