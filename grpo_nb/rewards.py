@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['ATOMS', 'RESERVED', 'FLOAT32_MAX', 'COUNTS', 'WORKER_ENV', 'WORKER_BOOT', 'BY_VALUE', 'LARGEST_MESSAGE',
            'TRANSFER_RATE', 'REWARDS', 'NUMBER', 'reward_function', 'needs_columns', 'RewardSpec', 'Outcome',
-           'RewardError', 'ShapeFault', 'describe', 'read_number', 'read_entry', 'read_batch', 'read_components',
-           'own_copy', 'deep_copy', 'own_view', 'Attempt', 'call_rows', 'attempt', 'evaluate', 'task_fields',
-           'reward_columns', 'RewardConfig', 'Failure', 'Ledger', 'stack_rewards', 'tie_to_parent', 'worker_main',
-           'pack', 'frame', 'framed', 'Worker', 'listen', 'Job', 'cut_jobs', 'kill_all', 'WorkerPool', 'Report',
-           'component_lines', 'first_batch_report', 'check_weights', 'RewardRunner', 'plain_text', 'between_tags',
-           'after_marker', 'answer_extractor', 'number_value', 'exact_answer', 'as_math', 'math_equivalence',
-           'answer_tags', 'format_match', 'length_target', 'reasoning_gym_score', 'compose', 'weighted_sum', 'product',
-           'gate_rewards', 'gate']
+           'RewardError', 'ShapeFault', 'describe', 'is_missing', 'read_number', 'read_entry', 'read_batch',
+           'read_components', 'own_copy', 'deep_copy', 'own_view', 'Attempt', 'call_rows', 'attempt', 'evaluate',
+           'task_fields', 'reward_columns', 'RewardConfig', 'Failure', 'Ledger', 'stack_rewards', 'tie_to_parent',
+           'worker_main', 'pack', 'frame', 'framed', 'Worker', 'listen', 'Job', 'cut_jobs', 'kill_all', 'WorkerPool',
+           'Report', 'component_lines', 'first_batch_report', 'check_weights', 'RewardRunner', 'content_text',
+           'plain_text', 'between_tags', 'after_marker', 'answer_extractor', 'number_value', 'accepted_answers',
+           'exact_answer', 'as_math', 'math_equivalence', 'answer_tags', 'format_match', 'length_target',
+           'reasoning_gym_score', 'compose', 'weighted_sum', 'product', 'gate_rewards', 'gate']
 
 # %% ../nbs/06_rewards.ipynb #5ed24de6
 import copy
@@ -39,7 +39,7 @@ import traceback
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -200,14 +200,25 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__} {text[:60]}".strip()
 
 
+def is_missing(value: Any) -> bool:
+    "None, NaN, NaT, pandas' NA and numpy's masked: nothing is there."
+    if getattr(value, "ndim", None) == 0 and getattr(value, "mask", False):
+        return True
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    if isinstance(value, numbers.Number) or getattr(value, "dtype", None) is not None:
+        return getattr(value, "ndim", 0) == 0 and bool(value != value)
+    return False
+
+
 def read_number(value: Any, bools: bool = False) -> float:
-    "A finite or infinite float; None becomes NaN; anything else is a ShapeFault."
+    "A finite or infinite float; what is missing becomes NaN; anything else is a ShapeFault."
     if type(value) is float:
         return value
+    if is_missing(value):
+        return math.nan
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
-    if value is None:
-        return math.nan
     if isinstance(value, bool) and not bools:
         raise ShapeFault(
             f"expected a number or None, got bool {value}; return 1.0 or 0.0, or declare "
@@ -1246,14 +1257,39 @@ class RewardRunner:
 REWARDS = Registry("reward")
 
 
+def content_text(
+    content: Any,  # of a chat message: text, None, or a list of parts
+) -> str:
+    "The text of a message; parts of other kinds, such as images, have none."
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, (list, tuple)) else [content]
+    texts = [
+        part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else 0
+        for part in parts
+    ]
+    odd = [
+        p
+        for p, t in zip(parts, texts)
+        if not isinstance(t, str) and (t is not None or "type" not in p)
+    ]
+    if odd or parts and not any(isinstance(t, str) for t in texts):
+        raise ValueError(f"The content of a chat message must have text, got {describe(content)}.")
+    return "".join(t for t in texts if t is not None)
+
+
 def plain_text(
     completion: Any,  # text, or chat messages as a list of dicts
 ) -> str:
     "The text of a completion."
     if isinstance(completion, str):
         return completion
-    if isinstance(completion, (list, tuple)) and all(isinstance(m, Mapping) for m in completion):
-        return "".join(str(m.get("content") or "") for m in completion)
+    if isinstance(completion, Mapping) and "content" in completion:
+        completion = [completion]
+    if isinstance(completion, (list, tuple)) and all(
+        isinstance(m, Mapping) and ("content" in m or "role" in m) for m in completion
+    ):
+        return "".join(content_text(m.get("content")) for m in completion)
     raise ValueError(f"A completion must be text or chat messages, got {describe(completion)}.")
 
 
@@ -1321,6 +1357,22 @@ def number_value(
     return -value if sign == "-" and value is not None else value
 
 
+def accepted_answers(
+    wanted: Any,  # what the task's column holds: an answer, or a list, set or array of them
+    column: str = "answer",  # its name, for messages
+) -> list[str]:  # empty: there is nothing to compare with
+    "The accepted answers as text; missing ones (None, NaN) are left out."
+    wanted = wanted.tolist() if hasattr(wanted, "tolist") else wanted
+    many = wanted if isinstance(wanted, (list, tuple, set, frozenset)) else [wanted]
+    out = [x.item() if getattr(x, "ndim", None) == 0 else x for x in many if not is_missing(x)]
+    odd = [x for x in out if isinstance(x, (bytes, Iterable)) and not isinstance(x, str)]
+    if odd:
+        raise ValueError(
+            f"Column {column!r} must hold text, a number or a list of those, got {describe(odd[0])}."
+        )
+    return [str(x) for x in out]
+
+# %% ../nbs/06_rewards.ipynb #220587f2
 @REWARDS.register()
 def exact_answer(
     column: str = "answer",  # task column with the answer, or a list of accepted answers
@@ -1344,13 +1396,11 @@ def exact_answer(
 
     @reward_function(name="exact_answer")
     def reward(completion, **columns):
-        wanted = columns[column]
-        if wanted is None:
+        accepted = accepted_answers(columns[column], column)
+        if not accepted:
             return None
         found = find(completion)
-        accepted = wanted if isinstance(wanted, (list, tuple)) else [wanted]
-        ok = found is not None and any(same(found, str(x)) for x in accepted)
-        return right if ok else wrong
+        return right if found is not None and any(same(found, x) for x in accepted) else wrong
 
     return needs_columns(reward, column)
 
@@ -1362,7 +1412,7 @@ def as_math(text: str) -> str:
 
 @REWARDS.register()
 def math_equivalence(
-    column: str = "answer",  # task column with the reference, LaTeX or plain
+    column: str = "answer",  # task column with the reference, LaTeX or plain, or a list of those
     extract: str
     | Callable = "whole",  # as in exact_answer; "whole" leaves the search to math-verify
     tag: str = "answer",  # for "tags"
@@ -1381,6 +1431,20 @@ def math_equivalence(
     def read(text):
         return parse(text, parsing_timeout=limit, raise_on_error=True)
 
+    def equal(found, reference):
+        if found and found.split() == reference.split():
+            return True
+        gold = read(as_math(reference))
+        if not gold:
+            raise ValueError(f"math-verify cannot parse the reference {reference!r}")
+        if found is None:
+            return False
+        try:
+            guess = read(as_math(found) if bare or len(found.split()) == 1 else found)
+            return verify(gold, guess, timeout_seconds=limit, raise_on_error=True)
+        except Exception:  # what it cannot parse or compare is not equal; timeouts are no Exception
+            return False
+
     def warm_up():  # the first comparison of a process takes seconds on a busy machine
         half, other = (parse(x, parsing_timeout=None) for x in ("$1/2$", "$x+1/3$"))
         verify(half, other, timeout_seconds=None)
@@ -1391,25 +1455,14 @@ def math_equivalence(
             raise RuntimeError(
                 "math-verify needs the main thread of a process: run it through RewardRunner"
             )
-        if columns[column] is None:
+        accepted = accepted_answers(columns[column], column)
+        if not accepted:
             return None
         found = find(completion)
         try:
-            gold = read(as_math(str(columns[column])))
-            if not gold:
-                raise ValueError(f"math-verify cannot parse the reference {columns[column]!r}")
-            if found is None:
-                return wrong
-            try:
-                guess = read(as_math(found) if bare else found)
-                same = verify(gold, guess, timeout_seconds=limit, raise_on_error=True)
-            except (
-                Exception
-            ):  # what it cannot parse or compare is not equal; timeouts are no Exception
-                return wrong
+            return right if any([equal(found, reference) for reference in accepted]) else wrong
         except TimeoutException as e:
             raise TimeoutError(f"math-verify took more than {limit} s") from e
-        return right if same else wrong
 
     return needs_columns(reward, column)
 
@@ -1491,7 +1544,7 @@ def reasoning_gym_score(
 
     @reward_function(name="reasoning_gym_score")
     def reward(prompt, completion, metadata, **columns):
-        if metadata is None:
+        if is_missing(metadata):
             return None
         metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
         name = dataset or metadata.get("source_dataset")

@@ -709,6 +709,124 @@ def test_math_equivalence():
     assert counts(runner, "math_equivalence") == [7, 1, 1, 1, 0]
 
 
+def test_missing_values_do_not_apply_and_are_no_zeros():
+    import pandas as pd
+
+    missing = [None, nan, np.float32("nan"), np.nan, pd.NA, pd.NaT, np.ma.masked, torch.tensor(nan)]
+    tasks = [Task("q", answer=m, metadata=m) for m in missing]
+    texts = ["nan", "None", "<NA>", "NaN", "", "NaT", "--", "tensor(nan)"]
+    ready = [exact_answer(), math_equivalence(), reasoning_gym_score()]
+    with RewardRunner(ready) as runner:
+        assert runner(batch(texts, tasks)).rewards_NR.isnan().all()
+        assert [counts(runner, s.name)[1] for s in runner.specs] == [8, 8, 8]
+    # a text column of a data frame with a gap, and a task list with nothing in it
+    frame = pd.DataFrame({"answer": ["nan", None]})
+    tasks = [Task(answer=a) for a in (*frame["answer"], [], [None, nan])]
+    scored = RewardRunner([exact_answer()])(batch(["nan"] * 4, tasks))
+    assert values(scored.rewards_NR) == [[1], [-99], [-99], [-99]]
+    for single in (True, False):
+        for returned in missing:
+            one = (lambda completion, r=returned: r) if single else None
+            many = lambda completions, r=returned: [r, 1.0]  # noqa: E731
+            scored = RewardRunner({"f": one or many})(batch(["a", "b"]))
+            assert values(scored.rewards_NR) == [[-99], [-99 if single else 1]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_masked_entries_of_returned_arrays_do_not_apply(workers):
+    def flat(completions):
+        import numpy
+
+        return numpy.ma.array([1.0, 2.0, 3.0], mask=[False, True, False])
+
+    @reward_function(ranks=2)
+    def rows(completions):
+        import numpy
+
+        return numpy.ma.array([[1, 2], [3, 4], [5, 6]], mask=[[0, 1], [1, 1], [0, 0]])
+
+    @reward_function(whole_batch=True, components=("a",))
+    def parts(completions):
+        import numpy
+
+        return {"a": numpy.ma.masked_invalid([math.inf, 1.0, math.nan])}
+
+    with RewardRunner([flat, rows, parts], workers=workers) as runner:
+        table = values(runner(batch(["a", "b", "c"])).rewards_NRK)
+    assert [row[0] for row in table] == [[1, 1], [-99, -99], [3, 3]]
+    assert [row[1] for row in table] == [[1, -99], [-99, -99], [5, 6]]
+    assert [row[2] for row in table] == [[-99, -99], [1, 1], [-99, -99]]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        np.array(["4", "5"]),
+        np.array([4, 5]),
+        np.array(5),
+        np.str_("5"),
+        torch.tensor([4.0, 5.0]),
+        ["x", None, 5],
+        {"4", "5"},
+        ("4", np.int64(5)),
+        [torch.tensor(5)],
+        5,
+        5.0,
+        Fraction(5),
+    ],
+)
+def test_accepted_answers_of_any_sequence(answer):
+    assert exact_answer()(completion="5", answer=answer) == 1.0
+    assert exact_answer()(completion="6", answer=answer) == 0.0
+
+
+def test_answers_that_cannot_be_compared_are_errors():
+    for odd in ({"a": 1}, b"5", [["5"]], np.array([["5"]]), range(3), [{"a": 1}]):
+        with pytest.raises(RewardError, match="'answer' must hold text, a number or a list"):
+            RewardRunner([exact_answer()])(batch(["5"], [Task(answer=odd)]))
+
+
+def test_text_of_chat_completions():
+    text = {"type": "text", "text": "5"}
+    right = [
+        [{"role": "assistant", "content": "5"}],
+        [{"role": "assistant", "content": [text]}],
+        [{"role": "assistant", "content": [{"type": "image"}, text]}],
+        [{"role": "assistant", "content": ["5"]}],
+        [{"role": "assistant", "content": None, "tool_calls": []}, {"content": (text,)}],
+        {"role": "assistant", "content": "5"},
+    ]
+    scored = RewardRunner([exact_answer()])(batch(right, [Task(answer="5")] * len(right)))
+    assert scored.rewards_NR.flatten().tolist() == [1.0] * len(right)
+    assert exact_answer()(completion=[{"role": "assistant", "content": None}], answer="5") == 0.0
+    for odd in ([{"text": "5"}], [text], [{"content": 5}], [{"content": [5]}], 5, None):
+        with pytest.raises(RewardError, match="must (be|have) text"):
+            RewardRunner([exact_answer()])(batch([odd], [Task(answer="5")]))
+    image = [{"role": "assistant", "content": [{"type": "image"}]}]
+    with pytest.raises(RewardError, match="must have text"):
+        RewardRunner([exact_answer()])(batch([image], [Task(answer="5")]))
+
+
+def test_math_equivalence_of_bare_text():
+    cases = [
+        *[(x, x, 1) for x in ("A", "(1,2)", "x+y", "yes", "True", "12:30", "[1, 2)", r"\text{A}")],
+        ("B", "A", 0),
+        ("no", "yes", 0),
+        ("(1,3)", "(1,2)", 0),
+        ("y+x", "x+y", 1),
+        (r"2\pi", "2", 0),
+        (r"2\pi", r"2\pi", 1),
+        ("The answer is 5", "5", 1),
+        ("5", ["4", "5"], 1),
+        ("5", np.array(["4", "5"]), 1),
+        ("6", ["4", "5"], 0),
+    ]
+    tasks = [Task(answer=a) for _, a, _ in cases]
+    with RewardRunner([math_equivalence()]) as runner:
+        scored = runner(batch([c for c, _, _ in cases], tasks))
+    assert values(scored.rewards_NR[:, 0]) == [w for _, _, w in cases]
+
+
 def test_columns_are_passed_only_to_functions_that_take_them():
     seen = {}
 
