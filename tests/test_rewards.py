@@ -1054,6 +1054,178 @@ def test_configuration_is_checked_early():
     assert RewardRunner({"f": f}, config=RewardConfig(seed=1), workers=0).config.seed == 1
 
 
+def one_line(make, *parts):
+    with pytest.raises(ValueError) as e:
+        make()
+    message = str(e.value)
+    assert "\n" not in message and len(message) < 400, message
+    for part in parts:
+        assert part in message, message
+
+
+class Judge:
+    def __call__(self, completion):
+        return 1.0
+
+
+ODD = [None, 3, [], {}, "x", Judge, nan, math.inf, -1.0, True, object()]
+
+
+@pytest.mark.parametrize(
+    "option, allowed",
+    [
+        ("on_error", (3, -1.0)),
+        ("on_timeout", (None, 3, -1.0)),
+        ("on_nonfinite", (None, 3, -1.0)),
+        ("on_none", (3, -1.0)),
+        ("workers", (3,)),
+        ("timeout_s", (3,)),
+        ("chunk_size", (3,)),
+        ("memory_mb", (None, 3)),
+        ("keep_env", ([],)),
+        ("start_timeout_s", (3,)),
+        ("max_error_share", (3,)),
+        ("warn_error_share", (3,)),
+        ("ids_state", ("x",)),
+        ("seed", (3,)),
+    ],
+)
+def test_wrong_options_of_the_runner_are_one_line_before_anything_runs(option, allowed):
+    f = {"f": lambda completion: 1.0}
+    for value in ODD:
+        if any(value is a or type(value) is type(a) and value == a for a in allowed):
+            RewardRunner(f, **{option: value})
+        elif not (value == {} and option.startswith("on_")):  # a policy for no component
+            one_line(lambda v=value: RewardRunner(f, **{option: v}), option)
+
+
+def test_wrong_policies_within_a_dict():
+    f = {"f": lambda completion: 1.0}
+    for bad in (None, "zero", nan, [], True, 1e39):
+        one_line(lambda b=bad: RewardRunner(f, on_error={"f": b}), "on_error must be 'raise'")
+    runner = RewardRunner(f, on_error={"f": "skip"}, on_timeout={"f": None})
+    assert runner.config.policy("timeout", "f") == "skip"
+
+
+def test_wrong_functions_weights_and_configs_are_one_line():
+    f = lambda completion: 1.0  # noqa: E731
+
+    async def later(completion):
+        return 1.0
+
+    def yields(completion):
+        yield 1.0
+
+    class Later:
+        async def __call__(self, completion):
+            return 1.0
+
+    for functions in ODD:
+        one_line(lambda v=functions: RewardRunner(v))
+        one_line(lambda v=functions: weighted_sum(v, [1.0]))
+        one_line(lambda v=functions: product(v))
+    for function in [*ODD, later, yields, Later(), max, len, exact_answer, exact_answer.__call__]:
+        one_line(lambda v=function: RewardRunner({"f": v}), "'f'")
+        one_line(lambda v=function: product({"f": v}), "'f'")
+        one_line(lambda v=function: gate(v, on=f, at_least=1))
+        one_line(lambda v=function: gate(f, on=v, at_least=1))
+    for name in (None, 3, "", nan):
+        if name is not None:
+            one_line(lambda v=name: RewardRunner({v: f}), "name must be non-empty text")
+        one_line(lambda v=name: product([exact_answer()], name=v), "name must be non-empty text")
+    for weights in (3, "x", Judge, nan, [nan], [None], ["1"], [True], [1e39], [[1.0]], {"f": None}):
+        one_line(lambda v=weights: RewardRunner({"f": f}, weights=v), "eights")
+        one_line(lambda v=weights: weighted_sum({"f": f}, v), "eights")
+    one_line(lambda: weighted_sum({"f": f}, None), "weights must be a list")
+    for config in (3, "x", RewardConfig, {"workers": 1}, []):
+        one_line(lambda v=config: RewardRunner({"f": f}, config=v), "must be a RewardConfig")
+    for state in (None, 3, [], {}, {"version": 1}):
+        one_line(lambda v=state: RewardRunner({"f": f}).load_state_dict(v), "state")
+
+
+DECLARED = [
+    ("form", ("x",)),
+    ("name", (3, "", Judge, nan)),
+    ("components", (None, 3, "ab", ["a", "a"], [1], [""])),
+    ("ranks", (0, -1, 1.5, "x", True, nan)),
+    ("bools", (None, 1, "x")),
+    ("whole_batch", (None, 1, [])),
+    ("own_process", (None, 1, "yes")),
+    ("timeout_s", (0, -1.0, nan, math.inf, "1", True, [])),
+    ("warm_up", (3, "x", [])),
+    ("function", (3, "x", [])),
+]
+
+
+@pytest.mark.parametrize("option, values_", DECLARED)
+def test_wrong_declarations_are_one_line(option, values_):
+    for value in values_:
+        one_line(lambda v=value: reward_function(**{option: v}), option)
+
+
+def test_declarations_that_cannot_be_kept_or_met_are_one_line():
+    one_line(lambda: reward_function(Judge().__call__, ranks=2), "cannot be kept")
+    single = reward_function(lambda completion: 1.0, whole_batch=True)
+    one_line(lambda: RewardRunner({"f": single}), "cannot be a whole_batch function")
+
+
+FACTORIES = [
+    (exact_answer, {}),
+    (math_equivalence, {}),
+    (answer_tags, {}),
+    (format_match, dict(pattern="x")),
+    (length_target, dict(target=3)),
+    (reasoning_gym_score, {}),
+]
+ACCEPTED = {  # besides what is of the type of the default
+    "extract": ("x", Judge),  # any function; unknown names are refused with a proposal
+    "dataset": (None, "x"),
+    "width": (None, 3),
+    "target": (3,),
+    "math_timeout_s": (3,),
+    **dict.fromkeys(("column", "tag", "marker", "pattern"), ("x",)),
+    **dict.fromkeys(("right", "wrong"), (3, -1.0)),
+    **dict.fromkeys(("numbers", "ignore_case", "strict", "whole"), (True,)),
+}
+
+
+@pytest.mark.parametrize("factory, given", FACTORIES)
+def test_wrong_parameters_of_ready_rewards_are_one_line(factory, given):
+    import inspect
+
+    for option in inspect.signature(factory).parameters:
+        for value in ODD:
+            fits = any(
+                value is a or type(value) is type(a) and value == a
+                for a in ACCEPTED.get(option, ())
+            )
+            if not fits:
+                one_line(lambda o=option, v=value: factory(**(given | {o: v})), option)
+            elif option != "extract":
+                factory(**(given | {option: value}))
+    one_line(lambda: format_match("("), "no regular expression")
+    one_line(lambda: answer_tags(("a", "a")), "tags must be a list of distinct")
+    one_line(lambda: answer_tags([]), "at least one tag")
+    one_line(lambda: length_target(-1), "target >= 0")
+    one_line(lambda: length_target(0), "width > 0")
+
+
+@pytest.mark.parametrize("value", [None, [], "x", nan, math.inf, True, 1e39])
+def test_wrong_parameters_of_gates_are_one_line(value):
+    f = lambda completion: 1.0  # noqa: E731
+    one_line(lambda: gate(f, on=Judge(), at_least=value), "at_least must be")
+    one_line(lambda: gate_rewards(torch.ones(1, 1), ["a"], "a", "a", value), "at_least must be")
+    if value is not nan:
+        one_line(lambda: gate(f, Judge(), 1.0, otherwise=value), "otherwise must be")
+        one_line(
+            lambda: gate_rewards(torch.ones(1, 1), ["a"], "a", "a", 1.0, value), "otherwise must be"
+        )
+    one_line(lambda: gate_rewards(value, ["a"], "a", "a", 1.0), "must be a tensor")
+    one_line(lambda: gate_rewards(torch.ones(2), ["a"], "a", "a", 1.0), "(N, R)")
+    infinite = torch.tensor([[1.0, -math.inf]])
+    one_line(lambda: gate_rewards(infinite, ["a", "b"], "a", "b", 1.0), "'b' is infinite")
+
+
 def test_report_shows_a_sample_and_escapes_it():
     tasks = [Task("<p>", answer="1"), Task("q", answer="2")]
     runner = RewardRunner([exact_answer(), answer_tags()])
@@ -1189,6 +1361,102 @@ def test_compositions_in_a_worker():
         with RewardRunner(functions, workers=workers) as runner:
             tables.append(runner(batch(["1", "7", "1.0", "x"])).rewards_NR.tolist())
     assert tables[0] == tables[1] == [[1, 1.5, 1], [0, 0.5, 0], [0, 1, 0], [0, 0, 0]]
+
+
+def test_infinities_are_refused_wherever_they_sit_in_a_composition():
+    def wild(completion):
+        return {"p": math.inf, "m": -math.inf, "n": None}.get(completion, 2.0)
+
+    def fine(completion):
+        return None if completion == "pn" else 1.0
+
+    @reward_function(whole_batch=True)
+    def batchwise(completions):
+        return [wild(c) for c in completions]
+
+    both = weighted_sum([wild, fine], [0.0, 1.0], name="both")
+    functions = {
+        "zero": both,
+        "product": product([fine, wild]),
+        "opens": gate(fine, on=wild, at_least=1),
+        "closed": gate(wild, on=fine, at_least=5),
+        "nested": weighted_sum([fine, product([fine, both])], [1.0, -1.0]),
+        "renamed": product({"a": fine, "b": wild}),
+        "batchwise": weighted_sum([batchwise, fine], [0.0, 1.0]),
+    }
+    sources = ["wild", "wild", "wild", "wild", "product/both/wild", "b", "batchwise"]
+    texts = ["a", "p", "m", "n"]
+    for workers in (0, 1):
+        with RewardRunner(functions, workers=workers, on_nonfinite="skip", **QUIET) as runner:
+            scored = runner(batch(texts))
+            for j, (name, source) in enumerate(zip(functions, sources)):
+                column = values(scored.rewards_NR[:, j])
+                assert column[0] != -99 and column[1:] == [-99] * 3
+                assert counts(runner, name) == [1, 1, 0, 0, 2]
+                found = {f.sample: f.message for f in runner.failures if f.component == name}
+                assert found[1] == f"expected finite numbers, got inf from {source!r}"
+                assert found[2] == f"expected finite numbers, got -inf from {source!r}"
+        for name, f in functions.items():
+            with RewardRunner({name: f}, workers=workers) as runner:
+                with pytest.raises(RewardError, match=f"'{name}', sample 1: nonfinite.*from"):
+                    runner(batch(texts))
+    # infinite and not applicable at once: the infinity is told
+    with pytest.raises(RewardError, match="got inf from 'x'"):
+        never = lambda completion: None  # noqa: E731
+        RewardRunner([product({"never": never, "x": lambda completion: math.inf})])(batch(["a"]))
+    # a sum that overflows is the composition's own
+    large = weighted_sum({"x": lambda completion: 1e300}, [1e30])
+    with pytest.raises(RewardError, match="'weighted_sum', sample 0: nonfinite"):
+        RewardRunner([large])(batch(["a"]))
+
+
+def test_faults_of_parts_are_named():
+    rows = lambda completion: [1.0, 2.0]  # noqa: E731
+    text = lambda completion: "1"  # noqa: E731
+    for f, message in ((rows, "part 'x': compositions take one"), (text, "part 'x': expected a")):
+        with pytest.raises(RewardError, match=f"'product', sample 0: shape: {message}"):
+            RewardRunner([product({"x": f})], on_error="skip")(batch(["a"]))
+
+
+def test_gate_and_gate_rewards_agree_on_what_does_not_apply():
+    cells = [1.0, 0.25, 0.0, None]
+    tasks = [Task(x=x, y=y) for x in cells for y in cells]
+
+    def x(completion, x):
+        return x
+
+    def y(completion, y):
+        return y
+
+    for otherwise in (0.0, -1.0, nan):
+        gated = gate(y, on=x, at_least=0.25, otherwise=otherwise, name="gated")
+        rewards = RewardRunner([x, y, gated])(batch(["a"] * 16, tasks)).rewards_NR
+        table = gate_rewards(
+            rewards, ("x", "y", "g"), "y", on="x", at_least=0.25, otherwise=otherwise
+        )
+        assert values(table[:, 1]) == values(rewards[:, 2])
+        assert rewards[12:, 2].isnan().all() and rewards[3::4, 2].isnan().all()
+        assert values(table[:, [0, 2]]) == values(rewards[:, [0, 2]])
+
+
+def test_names_that_stand_twice_are_refused():
+    f = lambda completion: 1.0  # noqa: E731
+    two = reward_function(lambda completion: 1.0, components=("b",), name="a")
+    for make in (
+        lambda: RewardRunner([exact_answer(), exact_answer(column="other")]),
+        lambda: RewardRunner([two, reward_function(lambda completion: 1.0, name="a/b")]),
+        lambda: weighted_sum([f, f], [1.0, 1.0]),
+        lambda: product([exact_answer(), exact_answer(column="other")]),
+        lambda: gate_rewards(torch.ones(2, 3), ("a", "b", "a"), "a", on="b", at_least=1),
+    ):
+        with pytest.raises(ValueError, match="name of its own"):
+            make()
+    with pytest.raises(ValueError, match="components.*'a'"):
+        reward_function(f, components=("a", "a"))
+    tasks = [Task(answer="1", other="2")]
+    pair = weighted_sum({"a": exact_answer(), "b": exact_answer(column="other")}, {"b": 2, "a": 1})
+    same = gate(exact_answer(), on=exact_answer(column="other"), at_least=1, name="gated")
+    assert RewardRunner([pair, same])(batch(["2"], tasks)).rewards_NR.tolist() == [[2, 0]]
 
 
 def test_gate_reads_raw_rewards_and_keeps_what_does_not_apply():
