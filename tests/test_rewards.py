@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from grpo_nb.rewards import (
     RewardError,
     RewardRunner,
     RewardSpec,
+    WorkerPool,
     answer_tags,
     between_tags,
     exact_answer,
@@ -294,6 +296,125 @@ def test_processes_started_by_a_function_are_killed_with_it():
         if "time.sleep(1234.5)" in str(p.info["cmdline"])
     ]
     assert [p for p in left if p.status() != "zombie"] == []
+
+
+def in_time(f, *args, seconds=60):  # a hang fails here instead of stopping the suite
+    results = []
+    thread = threading.Thread(target=lambda: results.append(f(*args)), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert results, f"no result after {seconds} s"
+    return results[0]
+
+
+def test_a_worker_that_stops_reading_is_killed_at_the_deadline():
+    def leaves_a_thread(completion):
+        import re
+        import threading
+        import time
+
+        def backtrack():  # holds the interpreter lock, after the function returned
+            time.sleep(0.05)
+            re.match(r"(a+)+$", "a" * 60 + "b")
+
+        if completion[0] == "c":
+            threading.Thread(target=backtrack, daemon=True).start()
+        return 1.0
+
+    options = dict(workers=1, timeout_s=0.5, chunk_size=1, on_error="skip", **QUIET)
+    with RewardRunner([leaves_a_thread], **options) as runner:
+        for size in (1, 1_000_000):  # less and more than a pipe holds
+            first = in_time(runner, batch([c * size for c in "abc"]))
+            time.sleep(0.3)
+            second = in_time(runner, batch([c * size for c in "de"]))
+            assert values(first.rewards_NR[:, 0]) == [1, 1, 1]
+            assert values(second.rewards_NR[:, 0]) == [-99, 1]
+            assert counts(runner, "leaves_a_thread") == [1, 0, 0, 1, 0]
+        assert "did not take this sample" in runner.failures[0].message
+        assert "did 'leaves_a_thread' leave a thread behind?" in runner.failures[0].message
+
+
+def test_half_a_message_garbage_and_too_much_are_no_reason_to_wait():
+    def writes(completion):
+        import os
+        import pickle
+        import struct
+        import sys
+        import time
+
+        if completion == "a":
+            return 1.0
+        junk = {
+            "half": struct.pack("!i", 1 << 20) + b"x",
+            "header": b"\0\0",
+            "huge": struct.pack("!iQ", -1, 1 << 50),
+            "negative": struct.pack("!i", -5),
+            "text": b"\0\0\0\5hello",
+            "unasked": struct.pack("!i", 5) + pickle.dumps(3, 2),
+            "again": (struct.pack("!i", 4) + pickle.dumps([], 2)) * 2,
+            "more": b"".join(
+                struct.pack("!i", len(m)) + m for m in [pickle.dumps([("ok", [7.0], "", 0.0)] * 99)]
+            ),
+        }[completion]
+        os.write(int(sys.argv[1]), junk)
+        time.sleep(1000)
+
+    texts = ["half", "a", "header", "huge", "negative", "text", "unasked", "again", "more", "a"]
+    with RewardRunner([writes], workers=2, timeout_s=0.4, on_error="skip", **QUIET) as runner:
+        scored = in_time(runner, batch(texts))
+    assert values(scored.rewards_NR[:, 0]) == [-99, 1] + [-99] * 7 + [1]
+    assert counts(runner, "writes") == [2, 0, 6, 2, 0]
+
+
+def test_a_stopped_process_is_killed_at_the_deadline():
+    def stops(completion):
+        import os
+        import signal
+
+        if completion[0] == "s":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return 1.0
+
+    with RewardRunner(
+        [stops], workers=1, timeout_s=0.5, chunk_size=1, on_error="skip", **QUIET
+    ) as r:
+        scored = in_time(r, batch(["a" * 500_000, "s" * 500_000, "b" * 500_000]))
+    assert values(scored.rewards_NR[:, 0]) == [1, -99, 1]
+
+
+def test_results_larger_than_a_pipe_arrive_whole():
+    def many(completion):
+        return [float(i) for i in range(200_000)]
+
+    with RewardRunner([many], workers=1, timeout_s=20) as runner:
+        scored = in_time(runner, batch(["a", "b"]))
+    assert torch.equal(scored.rewards_NRK[1, 0], torch.arange(200_000.0))
+
+
+def test_workers_that_end_before_they_take_a_sample_are_not_replaced_for_ever():
+    def doomed():
+        import os
+        import threading
+
+        threading.Timer(0.05, os._exit, [7]).start()
+
+    judge = reward_function(lambda completion: 1.0, name="judge", warm_up=doomed)
+
+    def run():  # the samples are too large to be taken before the worker ends
+        with RewardRunner([judge], workers=1, on_error="skip", **QUIET) as runner:
+            runner.pool = WorkerPool(runner.specs, 1, runner.config)
+            real = runner.pool.dispatch
+
+            def late(queue, arguments):
+                time.sleep(0.1 if any(w.ready for w in runner.pool.workers) else 0)
+                real(queue, arguments)
+
+            runner.pool.dispatch = late
+            with pytest.raises(RewardError, match="end before they take a sample.*with code 7"):
+                runner(batch(["a"]))
+        return True
+
+    assert in_time(run)
 
 
 def test_memory_limit_scrubbed_environment_and_temporary_directory(monkeypatch):
@@ -588,6 +709,124 @@ def test_math_equivalence():
     assert counts(runner, "math_equivalence") == [7, 1, 1, 1, 0]
 
 
+def test_missing_values_do_not_apply_and_are_no_zeros():
+    import pandas as pd
+
+    missing = [None, nan, np.float32("nan"), np.nan, pd.NA, pd.NaT, np.ma.masked, torch.tensor(nan)]
+    tasks = [Task("q", answer=m, metadata=m) for m in missing]
+    texts = ["nan", "None", "<NA>", "NaN", "", "NaT", "--", "tensor(nan)"]
+    ready = [exact_answer(), math_equivalence(), reasoning_gym_score()]
+    with RewardRunner(ready) as runner:
+        assert runner(batch(texts, tasks)).rewards_NR.isnan().all()
+        assert [counts(runner, s.name)[1] for s in runner.specs] == [8, 8, 8]
+    # a text column of a data frame with a gap, and a task list with nothing in it
+    frame = pd.DataFrame({"answer": ["nan", None]})
+    tasks = [Task(answer=a) for a in (*frame["answer"], [], [None, nan])]
+    scored = RewardRunner([exact_answer()])(batch(["nan"] * 4, tasks))
+    assert values(scored.rewards_NR) == [[1], [-99], [-99], [-99]]
+    for single in (True, False):
+        for returned in missing:
+            one = (lambda completion, r=returned: r) if single else None
+            many = lambda completions, r=returned: [r, 1.0]  # noqa: E731
+            scored = RewardRunner({"f": one or many})(batch(["a", "b"]))
+            assert values(scored.rewards_NR) == [[-99], [-99 if single else 1]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_masked_entries_of_returned_arrays_do_not_apply(workers):
+    def flat(completions):
+        import numpy
+
+        return numpy.ma.array([1.0, 2.0, 3.0], mask=[False, True, False])
+
+    @reward_function(ranks=2)
+    def rows(completions):
+        import numpy
+
+        return numpy.ma.array([[1, 2], [3, 4], [5, 6]], mask=[[0, 1], [1, 1], [0, 0]])
+
+    @reward_function(whole_batch=True, components=("a",))
+    def parts(completions):
+        import numpy
+
+        return {"a": numpy.ma.masked_invalid([math.inf, 1.0, math.nan])}
+
+    with RewardRunner([flat, rows, parts], workers=workers) as runner:
+        table = values(runner(batch(["a", "b", "c"])).rewards_NRK)
+    assert [row[0] for row in table] == [[1, 1], [-99, -99], [3, 3]]
+    assert [row[1] for row in table] == [[1, -99], [-99, -99], [5, 6]]
+    assert [row[2] for row in table] == [[-99, -99], [1, 1], [-99, -99]]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        np.array(["4", "5"]),
+        np.array([4, 5]),
+        np.array(5),
+        np.str_("5"),
+        torch.tensor([4.0, 5.0]),
+        ["x", None, 5],
+        {"4", "5"},
+        ("4", np.int64(5)),
+        [torch.tensor(5)],
+        5,
+        5.0,
+        Fraction(5),
+    ],
+)
+def test_accepted_answers_of_any_sequence(answer):
+    assert exact_answer()(completion="5", answer=answer) == 1.0
+    assert exact_answer()(completion="6", answer=answer) == 0.0
+
+
+def test_answers_that_cannot_be_compared_are_errors():
+    for odd in ({"a": 1}, b"5", [["5"]], np.array([["5"]]), range(3), [{"a": 1}]):
+        with pytest.raises(RewardError, match="'answer' must hold text, a number or a list"):
+            RewardRunner([exact_answer()])(batch(["5"], [Task(answer=odd)]))
+
+
+def test_text_of_chat_completions():
+    text = {"type": "text", "text": "5"}
+    right = [
+        [{"role": "assistant", "content": "5"}],
+        [{"role": "assistant", "content": [text]}],
+        [{"role": "assistant", "content": [{"type": "image"}, text]}],
+        [{"role": "assistant", "content": ["5"]}],
+        [{"role": "assistant", "content": None, "tool_calls": []}, {"content": (text,)}],
+        {"role": "assistant", "content": "5"},
+    ]
+    scored = RewardRunner([exact_answer()])(batch(right, [Task(answer="5")] * len(right)))
+    assert scored.rewards_NR.flatten().tolist() == [1.0] * len(right)
+    assert exact_answer()(completion=[{"role": "assistant", "content": None}], answer="5") == 0.0
+    for odd in ([{"text": "5"}], [text], [{"content": 5}], [{"content": [5]}], 5, None):
+        with pytest.raises(RewardError, match="must (be|have) text"):
+            RewardRunner([exact_answer()])(batch([odd], [Task(answer="5")]))
+    image = [{"role": "assistant", "content": [{"type": "image"}]}]
+    with pytest.raises(RewardError, match="must have text"):
+        RewardRunner([exact_answer()])(batch([image], [Task(answer="5")]))
+
+
+def test_math_equivalence_of_bare_text():
+    cases = [
+        *[(x, x, 1) for x in ("A", "(1,2)", "x+y", "yes", "True", "12:30", "[1, 2)", r"\text{A}")],
+        ("B", "A", 0),
+        ("no", "yes", 0),
+        ("(1,3)", "(1,2)", 0),
+        ("y+x", "x+y", 1),
+        (r"2\pi", "2", 0),
+        (r"2\pi", r"2\pi", 1),
+        ("The answer is 5", "5", 1),
+        ("5", ["4", "5"], 1),
+        ("5", np.array(["4", "5"]), 1),
+        ("6", ["4", "5"], 0),
+    ]
+    tasks = [Task(answer=a) for _, a, _ in cases]
+    with RewardRunner([math_equivalence()]) as runner:
+        scored = runner(batch([c for c, _, _ in cases], tasks))
+    assert values(scored.rewards_NR[:, 0]) == [w for _, _, w in cases]
+
+
 def test_columns_are_passed_only_to_functions_that_take_them():
     seen = {}
 
@@ -618,6 +857,109 @@ def test_columns_are_passed_only_to_functions_that_take_them():
     }
     with pytest.raises(ValueError, match="needs 'level'.*There are: prompts, completions, answer"):
         RewardRunner([named])(batch(["a"]))
+
+
+def test_what_one_function_does_to_its_arguments_no_other_sees():
+    def lower(completions, **columns):
+        for i, c in enumerate(completions):
+            completions[i] = c.lower()
+        return [1.0] * len(completions)
+
+    def clears(prompts, completions, answer, table, **columns):
+        for row in table:
+            row["ids"].clear()
+        for column in (prompts, completions, answer):
+            column.clear()
+        return [1.0] * len(table)
+
+    def rewrites(prompt, completion, table, array, answer):
+        prompt[0]["content"] = "X"
+        table["ids"].append(5)
+        array += 1
+        answer.append("x")
+        return 1.0
+
+    def spoils_and_raises(completions):
+        completions.append("more")
+        completions[0] = "LONGER"
+        if len(completions) > 2:
+            raise ValueError("more than one")
+        return [float(len(completions[0]))]
+
+    def upper(completion):
+        return float(sum(map(str.isupper, completion)))
+
+    def state(prompt, completion, table, array, answer):
+        return len(prompt[0]["content"]) + 10 * len(table["ids"]) + 100 * array.sum() + len(answer)
+
+    functions = dict(
+        lower=lower,
+        clears=clears,
+        rewrites=rewrites,
+        spoils=spoils_and_raises,
+        upper=upper,
+        state=state,
+        sum=weighted_sum([lower, upper], [1.0, 1.0]),
+        nested=product([weighted_sum([rewrites, state], [0.0, 1.0]), clears]),
+        gated=gate(state, on=rewrites, at_least=1),
+    )
+    want = dict.fromkeys(["lower", "clears", "rewrites"], 1.0)
+    want |= dict(spoils=6.0, upper=2.0, state=226, sum=3.0, nested=226, gated=226)
+
+    # all samples of a group share one task, and all tasks share one array
+    array = np.array([1.0, 1.0])
+    prompts = [[{"role": "user", "content": "hello"}] for _ in range(3)]
+    tasks = [Task(prompts[i], table={"ids": [1, 2]}, array=array, answer=["4"]) for i in range(3)]
+    before = repr([(t.prompt, t.columns) for t in tasks])
+    names = list(functions)
+    for order in (names, names[::-1], names[4:] + names[:4]):
+        for workers in (0, 1):
+            rollout = batch(["AB"] * 6, [tasks[i // 2] for i in range(6)])
+            chosen = {name: functions[name] for name in order}
+            options = dict(workers=workers, chunk_size=3, on_error="skip", **QUIET)
+            with RewardRunner(chosen, **options) as runner:
+                scored = runner(rollout)
+            assert scored.rewards_NR.tolist() == [[want[name] for name in order]] * 6
+            assert rollout.outputs == ["AB"] * 6
+            assert repr([(t.prompt, t.columns) for t in tasks]) == before
+
+
+def test_own_view_copies_containers_and_shares_what_cannot_change():
+    from collections import OrderedDict, defaultdict
+
+    from grpo_nb.rewards import own_view
+
+    leaf = torch.ones(2, requires_grad=True)
+    lock, text = threading.Lock(), "x" * 1000
+    value = {
+        "list": [1, [2, "a"]],
+        "tuple": (1, [2]),
+        "set": {1},
+        "ordered": OrderedDict(a=[1]),
+        "default": defaultdict(list, a=[1]),
+        "array": np.ones(2),
+        "tensor": leaf,
+        "graph": [leaf * 2],  # torch cannot deep-copy it
+        "lock": [lock],
+        "none": None,
+        "text": text,
+        "ids": [1, 2, 3],
+        "bytes": bytearray(b"a"),
+    }
+    value["list"].append(value["list"][1])  # the same list twice: two lists in the copy
+    copy = own_view(value)
+    assert repr(copy) == repr(value)
+    for key in ("list", "tuple", "set", "ordered", "default", "array", "tensor", "ids", "bytes"):
+        assert copy[key] is not value[key]
+    assert copy["list"][1] is not copy["list"][2]
+    assert copy["tuple"][1] is not value["tuple"][1]
+    assert copy["lock"][0] is lock and copy["text"] is text
+    frozen = (1, "a", ("b", None))
+    assert own_view(frozen) is frozen
+    ring = []
+    ring.append(ring)
+    mine = own_view([ring, "a"])[0]
+    assert mine is not ring and mine[0] is mine
 
 
 def test_callable_objects_partials_and_methods():
@@ -712,6 +1054,178 @@ def test_configuration_is_checked_early():
     assert RewardRunner({"f": f}, config=RewardConfig(seed=1), workers=0).config.seed == 1
 
 
+def one_line(make, *parts):
+    with pytest.raises(ValueError) as e:
+        make()
+    message = str(e.value)
+    assert "\n" not in message and len(message) < 400, message
+    for part in parts:
+        assert part in message, message
+
+
+class Judge:
+    def __call__(self, completion):
+        return 1.0
+
+
+ODD = [None, 3, [], {}, "x", Judge, nan, math.inf, -1.0, True, object()]
+
+
+@pytest.mark.parametrize(
+    "option, allowed",
+    [
+        ("on_error", (3, -1.0)),
+        ("on_timeout", (None, 3, -1.0)),
+        ("on_nonfinite", (None, 3, -1.0)),
+        ("on_none", (3, -1.0)),
+        ("workers", (3,)),
+        ("timeout_s", (3,)),
+        ("chunk_size", (3,)),
+        ("memory_mb", (None, 3)),
+        ("keep_env", ([],)),
+        ("start_timeout_s", (3,)),
+        ("max_error_share", (3,)),
+        ("warn_error_share", (3,)),
+        ("ids_state", ("x",)),
+        ("seed", (3,)),
+    ],
+)
+def test_wrong_options_of_the_runner_are_one_line_before_anything_runs(option, allowed):
+    f = {"f": lambda completion: 1.0}
+    for value in ODD:
+        if any(value is a or type(value) is type(a) and value == a for a in allowed):
+            RewardRunner(f, **{option: value})
+        elif not (value == {} and option.startswith("on_")):  # a policy for no component
+            one_line(lambda v=value: RewardRunner(f, **{option: v}), option)
+
+
+def test_wrong_policies_within_a_dict():
+    f = {"f": lambda completion: 1.0}
+    for bad in (None, "zero", nan, [], True, 1e39):
+        one_line(lambda b=bad: RewardRunner(f, on_error={"f": b}), "on_error must be 'raise'")
+    runner = RewardRunner(f, on_error={"f": "skip"}, on_timeout={"f": None})
+    assert runner.config.policy("timeout", "f") == "skip"
+
+
+def test_wrong_functions_weights_and_configs_are_one_line():
+    f = lambda completion: 1.0  # noqa: E731
+
+    async def later(completion):
+        return 1.0
+
+    def yields(completion):
+        yield 1.0
+
+    class Later:
+        async def __call__(self, completion):
+            return 1.0
+
+    for functions in ODD:
+        one_line(lambda v=functions: RewardRunner(v))
+        one_line(lambda v=functions: weighted_sum(v, [1.0]))
+        one_line(lambda v=functions: product(v))
+    for function in [*ODD, later, yields, Later(), max, len, exact_answer, exact_answer.__call__]:
+        one_line(lambda v=function: RewardRunner({"f": v}), "'f'")
+        one_line(lambda v=function: product({"f": v}), "'f'")
+        one_line(lambda v=function: gate(v, on=f, at_least=1))
+        one_line(lambda v=function: gate(f, on=v, at_least=1))
+    for name in (None, 3, "", nan):
+        if name is not None:
+            one_line(lambda v=name: RewardRunner({v: f}), "name must be non-empty text")
+        one_line(lambda v=name: product([exact_answer()], name=v), "name must be non-empty text")
+    for weights in (3, "x", Judge, nan, [nan], [None], ["1"], [True], [1e39], [[1.0]], {"f": None}):
+        one_line(lambda v=weights: RewardRunner({"f": f}, weights=v), "eights")
+        one_line(lambda v=weights: weighted_sum({"f": f}, v), "eights")
+    one_line(lambda: weighted_sum({"f": f}, None), "weights must be a list")
+    for config in (3, "x", RewardConfig, {"workers": 1}, []):
+        one_line(lambda v=config: RewardRunner({"f": f}, config=v), "must be a RewardConfig")
+    for state in (None, 3, [], {}, {"version": 1}):
+        one_line(lambda v=state: RewardRunner({"f": f}).load_state_dict(v), "state")
+
+
+DECLARED = [
+    ("form", ("x",)),
+    ("name", (3, "", Judge, nan)),
+    ("components", (None, 3, "ab", ["a", "a"], [1], [""])),
+    ("ranks", (0, -1, 1.5, "x", True, nan)),
+    ("bools", (None, 1, "x")),
+    ("whole_batch", (None, 1, [])),
+    ("own_process", (None, 1, "yes")),
+    ("timeout_s", (0, -1.0, nan, math.inf, "1", True, [])),
+    ("warm_up", (3, "x", [])),
+    ("function", (3, "x", [])),
+]
+
+
+@pytest.mark.parametrize("option, values_", DECLARED)
+def test_wrong_declarations_are_one_line(option, values_):
+    for value in values_:
+        one_line(lambda v=value: reward_function(**{option: v}), option)
+
+
+def test_declarations_that_cannot_be_kept_or_met_are_one_line():
+    one_line(lambda: reward_function(Judge().__call__, ranks=2), "cannot be kept")
+    single = reward_function(lambda completion: 1.0, whole_batch=True)
+    one_line(lambda: RewardRunner({"f": single}), "cannot be a whole_batch function")
+
+
+FACTORIES = [
+    (exact_answer, {}),
+    (math_equivalence, {}),
+    (answer_tags, {}),
+    (format_match, dict(pattern="x")),
+    (length_target, dict(target=3)),
+    (reasoning_gym_score, {}),
+]
+ACCEPTED = {  # besides what is of the type of the default
+    "extract": ("x", Judge),  # any function; unknown names are refused with a proposal
+    "dataset": (None, "x"),
+    "width": (None, 3),
+    "target": (3,),
+    "math_timeout_s": (3,),
+    **dict.fromkeys(("column", "tag", "marker", "pattern"), ("x",)),
+    **dict.fromkeys(("right", "wrong"), (3, -1.0)),
+    **dict.fromkeys(("numbers", "ignore_case", "strict", "whole"), (True,)),
+}
+
+
+@pytest.mark.parametrize("factory, given", FACTORIES)
+def test_wrong_parameters_of_ready_rewards_are_one_line(factory, given):
+    import inspect
+
+    for option in inspect.signature(factory).parameters:
+        for value in ODD:
+            fits = any(
+                value is a or type(value) is type(a) and value == a
+                for a in ACCEPTED.get(option, ())
+            )
+            if not fits:
+                one_line(lambda o=option, v=value: factory(**(given | {o: v})), option)
+            elif option != "extract":
+                factory(**(given | {option: value}))
+    one_line(lambda: format_match("("), "no regular expression")
+    one_line(lambda: answer_tags(("a", "a")), "tags must be a list of distinct")
+    one_line(lambda: answer_tags([]), "at least one tag")
+    one_line(lambda: length_target(-1), "target >= 0")
+    one_line(lambda: length_target(0), "width > 0")
+
+
+@pytest.mark.parametrize("value", [None, [], "x", nan, math.inf, True, 1e39])
+def test_wrong_parameters_of_gates_are_one_line(value):
+    f = lambda completion: 1.0  # noqa: E731
+    one_line(lambda: gate(f, on=Judge(), at_least=value), "at_least must be")
+    one_line(lambda: gate_rewards(torch.ones(1, 1), ["a"], "a", "a", value), "at_least must be")
+    if value is not nan:
+        one_line(lambda: gate(f, Judge(), 1.0, otherwise=value), "otherwise must be")
+        one_line(
+            lambda: gate_rewards(torch.ones(1, 1), ["a"], "a", "a", 1.0, value), "otherwise must be"
+        )
+    one_line(lambda: gate_rewards(value, ["a"], "a", "a", 1.0), "must be a tensor")
+    one_line(lambda: gate_rewards(torch.ones(2), ["a"], "a", "a", 1.0), "(N, R)")
+    infinite = torch.tensor([[1.0, -math.inf]])
+    one_line(lambda: gate_rewards(infinite, ["a", "b"], "a", "b", 1.0), "'b' is infinite")
+
+
 def test_report_shows_a_sample_and_escapes_it():
     tasks = [Task("<p>", answer="1"), Task("q", answer="2")]
     runner = RewardRunner([exact_answer(), answer_tags()])
@@ -741,6 +1255,53 @@ def test_numbers_are_compared_by_value_without_building_huge_integers():
     assert time.monotonic() - start < 1
     assert exact_answer()(completion="1,000.0", answer=1000) == 1.0
     assert exact_answer()(completion="10", answer="1") == 0.0
+
+
+@pytest.mark.parametrize(
+    "said, answer, want",
+    [
+        ("1 2/3", "4", 0),
+        ("1 2/3", "12/3", 0),
+        ("1 2/3", "5/3", 1),
+        ("-1 2/3", "-5/3", 1),
+        ("3 1/2", "31/2", 0),
+        ("3 1/2", "3.5", 1),
+        ("3  1 / 2", "7/2", 1),
+        ("1 5/3", "8/3", 0),  # no mixed number
+        ("1 2/0", "1", 0),
+        ("1 2", "12", 0),
+        ("1\n2", "12", 0),
+        ("12", "1 2", 0),
+        ("1. 5", "1.5", 0),
+        ("1 000", "1000", 0),  # one group: also the numbers 1 and 0
+        ("1 234 567", "1234567", 1),
+        ("1\u00a0234\u00a0567.0", "1234567", 1),
+        ("1 234 56", "123456", 0),
+        ("12 34 567", "1234567", 0),
+        ("1,234 567", "1234567", 0),
+        ("1,234", "1234", 1),
+        ("0,123", "123", 0),  # a decimal comma
+        ("1, 234", "1234", 0),
+        ("1,23", "123", 0),
+        ("$ 1,000.50", "1000.5", 1),
+        ("- 5 %", "-5", 1),
+        ("3 - 5", "-5", 0),
+        ("1,000/2", "500", 1),
+    ],
+)
+def test_spaces_never_join_digits(said, answer, want):
+    assert exact_answer()(completion=said, answer=answer) == want
+    assert exact_answer()(completion=answer, answer=said) == want
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 999), min_size=2, max_size=4), st.integers(1, 30))
+def test_numbers_in_a_row_are_no_number_but_in_groups_of_three(parts, below):
+    text = " ".join(map(str, parts))
+    groups = len(parts) > 2 and parts[0] > 0 and all(x > 99 for x in parts[1:])
+    assert number_value(text) == (int(text.replace(" ", "")) if groups else None)
+    mixed = number_value(f"{parts[0]} {parts[1]}/{below}")
+    assert mixed == (parts[0] + Fraction(parts[1], below) if parts[1] < below else None)
 
 
 @settings(max_examples=100, deadline=None)
@@ -800,6 +1361,102 @@ def test_compositions_in_a_worker():
         with RewardRunner(functions, workers=workers) as runner:
             tables.append(runner(batch(["1", "7", "1.0", "x"])).rewards_NR.tolist())
     assert tables[0] == tables[1] == [[1, 1.5, 1], [0, 0.5, 0], [0, 1, 0], [0, 0, 0]]
+
+
+def test_infinities_are_refused_wherever_they_sit_in_a_composition():
+    def wild(completion):
+        return {"p": math.inf, "m": -math.inf, "n": None}.get(completion, 2.0)
+
+    def fine(completion):
+        return None if completion == "pn" else 1.0
+
+    @reward_function(whole_batch=True)
+    def batchwise(completions):
+        return [wild(c) for c in completions]
+
+    both = weighted_sum([wild, fine], [0.0, 1.0], name="both")
+    functions = {
+        "zero": both,
+        "product": product([fine, wild]),
+        "opens": gate(fine, on=wild, at_least=1),
+        "closed": gate(wild, on=fine, at_least=5),
+        "nested": weighted_sum([fine, product([fine, both])], [1.0, -1.0]),
+        "renamed": product({"a": fine, "b": wild}),
+        "batchwise": weighted_sum([batchwise, fine], [0.0, 1.0]),
+    }
+    sources = ["wild", "wild", "wild", "wild", "product/both/wild", "b", "batchwise"]
+    texts = ["a", "p", "m", "n"]
+    for workers in (0, 1):
+        with RewardRunner(functions, workers=workers, on_nonfinite="skip", **QUIET) as runner:
+            scored = runner(batch(texts))
+            for j, (name, source) in enumerate(zip(functions, sources)):
+                column = values(scored.rewards_NR[:, j])
+                assert column[0] != -99 and column[1:] == [-99] * 3
+                assert counts(runner, name) == [1, 1, 0, 0, 2]
+                found = {f.sample: f.message for f in runner.failures if f.component == name}
+                assert found[1] == f"expected finite numbers, got inf from {source!r}"
+                assert found[2] == f"expected finite numbers, got -inf from {source!r}"
+        for name, f in functions.items():
+            with RewardRunner({name: f}, workers=workers) as runner:
+                with pytest.raises(RewardError, match=f"'{name}', sample 1: nonfinite.*from"):
+                    runner(batch(texts))
+    # infinite and not applicable at once: the infinity is told
+    with pytest.raises(RewardError, match="got inf from 'x'"):
+        never = lambda completion: None  # noqa: E731
+        RewardRunner([product({"never": never, "x": lambda completion: math.inf})])(batch(["a"]))
+    # a sum that overflows is the composition's own
+    large = weighted_sum({"x": lambda completion: 1e300}, [1e30])
+    with pytest.raises(RewardError, match="'weighted_sum', sample 0: nonfinite"):
+        RewardRunner([large])(batch(["a"]))
+
+
+def test_faults_of_parts_are_named():
+    rows = lambda completion: [1.0, 2.0]  # noqa: E731
+    text = lambda completion: "1"  # noqa: E731
+    for f, message in ((rows, "part 'x': compositions take one"), (text, "part 'x': expected a")):
+        with pytest.raises(RewardError, match=f"'product', sample 0: shape: {message}"):
+            RewardRunner([product({"x": f})], on_error="skip")(batch(["a"]))
+
+
+def test_gate_and_gate_rewards_agree_on_what_does_not_apply():
+    cells = [1.0, 0.25, 0.0, None]
+    tasks = [Task(x=x, y=y) for x in cells for y in cells]
+
+    def x(completion, x):
+        return x
+
+    def y(completion, y):
+        return y
+
+    for otherwise in (0.0, -1.0, nan):
+        gated = gate(y, on=x, at_least=0.25, otherwise=otherwise, name="gated")
+        rewards = RewardRunner([x, y, gated])(batch(["a"] * 16, tasks)).rewards_NR
+        table = gate_rewards(
+            rewards, ("x", "y", "g"), "y", on="x", at_least=0.25, otherwise=otherwise
+        )
+        assert values(table[:, 1]) == values(rewards[:, 2])
+        assert rewards[12:, 2].isnan().all() and rewards[3::4, 2].isnan().all()
+        assert values(table[:, [0, 2]]) == values(rewards[:, [0, 2]])
+
+
+def test_names_that_stand_twice_are_refused():
+    f = lambda completion: 1.0  # noqa: E731
+    two = reward_function(lambda completion: 1.0, components=("b",), name="a")
+    for make in (
+        lambda: RewardRunner([exact_answer(), exact_answer(column="other")]),
+        lambda: RewardRunner([two, reward_function(lambda completion: 1.0, name="a/b")]),
+        lambda: weighted_sum([f, f], [1.0, 1.0]),
+        lambda: product([exact_answer(), exact_answer(column="other")]),
+        lambda: gate_rewards(torch.ones(2, 3), ("a", "b", "a"), "a", on="b", at_least=1),
+    ):
+        with pytest.raises(ValueError, match="name of its own"):
+            make()
+    with pytest.raises(ValueError, match="components.*'a'"):
+        reward_function(f, components=("a", "a"))
+    tasks = [Task(answer="1", other="2")]
+    pair = weighted_sum({"a": exact_answer(), "b": exact_answer(column="other")}, {"b": 2, "a": 1})
+    same = gate(exact_answer(), on=exact_answer(column="other"), at_least=1, name="gated")
+    assert RewardRunner([pair, same])(batch(["2"], tasks)).rewards_NR.tolist() == [[2, 0]]
 
 
 def test_gate_reads_raw_rewards_and_keeps_what_does_not_apply():
