@@ -347,7 +347,8 @@ def plain(
     if hasattr(value, "tolist"):
         return plain(value.tolist(), where)
     if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
+        # methods of built-in types name no module
+        return f"{getattr(value, '__module__', None) or 'builtins'}.{value.__qualname__}"
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
@@ -1006,8 +1007,8 @@ class Run(RunFiles):
         else:
             if is_run(dir) and if_exists == "raise":
                 raise FileExistsError(
-                    f"{str(dir)!r} holds a run. Give another directory, resume=True to continue it, or "
-                    "if_exists='number' for a fresh one beside it."
+                    f"{str(dir)!r} holds a run. Give another directory, or Run.create(dir, ..., resume=True) to continue it, or "
+                    "if_exists='number' for a fresh one beside it; GRPO.load continues the training of a trainer's run."
                 )
             number = 2
             first = dir

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -520,3 +521,34 @@ def test_fit_after_close_goes_on_with_the_run(tmp_path):
     t.fit(1)
     t.close()
     assert [r["step"] for r in rows(t)] == [1, 2]
+
+
+def by_length(rollout):
+    return torch.tensor([float(len(o)) for o in rollout.outputs])
+
+
+def test_a_function_in_the_configuration_has_to_be_passed_again(tmp_path):
+    options = ["filter_groups.enable=true"]
+    config = load_config(None, [*SMALL, *options, f"run.dir={tmp_path / 'r'}"])
+    config.filter_groups = dataclasses.replace(config.filter_groups, metric=["seq_reward", by_length])
+    data = Taskset.load(data_path("tasks/middle_train.jsonl"))
+    parts = {"tasks": data, "rewards": {"thirds": thirds}}
+    GRPO.from_config(config, **parts).fit(1).close()
+    with pytest.raises(ValueError, match=r"a function in filter_groups.metric.1 \(.*by_length\)"):
+        GRPO.load(tmp_path / "r", **parts)
+    with pytest.raises(ValueError, match="pass it again"):
+        GRPO.load(tmp_path / "r", ["steps=3"], **parts)
+    again = GRPO.load(tmp_path / "r", {"filter_groups.metric.1": by_length, "steps": 2}, **parts)
+    assert again.config.filter_groups.metric == ("seq_reward", by_length)
+    assert again.fit().step_done == 2
+    again.close()
+
+
+def test_a_function_of_a_part_that_is_passed_is_not_asked_for(tmp_path):
+    config = load_config(None, [*SMALL, f"run.dir={tmp_path / 'r'}"])
+    config.rewards.functions = {"own": {"extract": str.strip}}
+    data = Taskset.load(data_path("tasks/middle_train.jsonl"))
+    GRPO.from_config(config, tasks=data, rewards={"thirds": thirds}).fit(1).close()
+    GRPO.load(tmp_path / "r", tasks=data, rewards={"thirds": thirds}).close()
+    with pytest.raises(ValueError, match="a function in rewards.functions.own.extract"):
+        GRPO.load(tmp_path / "r", tasks=data)
