@@ -450,12 +450,10 @@ class RankingPolicy(TokenPolicy):
         num_generations: int,  # G
         generator: torch.Generator,  # the only source of randomness
         greedy: bool = False,  # take the likeliest token instead
-    ) -> (
-        Rollout
-    ):  # N = P * G lists: outputs `ListText`, states["item"] (N, S) rank index, -1 = no rank
+    ) -> Rollout:  # N = P * G lists; states["item"] (N, S) int64 rank index, -1 = no rank
         "Draw G lists of each task; special tokens have no text."
         rollout = super().sample(tasks, num_generations, generator, greedy)
-        return with_lists(rollout, self.tokenizer, self.parser, self.stop)
+        return with_lists(rollout, self.tokenizer, self.parser)
 
 # %% ../nbs/07a_movielens.ipynb #627cfe7f
 def judge(

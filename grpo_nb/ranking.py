@@ -6,14 +6,14 @@
 __all__ = ['EDGE', 'ENTRY', 'NEWLINE', 'MARKER', 'ITEM', 'YEAR', 'STATUSES', 'RULES', 'COLUMNS', 'DECAYS',
            'make_safe_relevance_func_individual', 'make_safe_safety_func_individual',
            'make_safe_reward_func_individual', 'normalise_title', 'film_key', 'as_list', 'Titles', 'token_pieces',
-           'token_lines', 'read_item', 'list_bounds', 'ListItem', 'ParsedList', 'item_status', 'parse_list', 'ListText',
-           'check_amounts', 'ListParser', 'answer_pieces', 'ParsedLists', 'stack_lists', 'shared_width', 'applies',
-           'task_column', 'seen_films', 'with_lists', 'parse_rollout', 'check_same_items', 'broadcast_ranks',
+           'token_lines', 'read_item', 'list_bounds', 'ListItem', 'ParsedList', 'item_status', 'parse_list',
+           'check_amounts', 'ListParser', 'readable', 'ParsedLists', 'stack_lists', 'shared_width', 'applies',
+           'task_column', 'rollout_pieces', 'parse_pieces', 'with_lists', 'parse_rollout', 'broadcast_ranks',
            'discounts', 'log_decay', 'exp_inf', 'exp_decay', 'hits_of', 'hit_matrix', 'check_penalties', 'rank_rows',
            'parse_answers', 'make_relevance_reward', 'read_risks', 'SafetyOracle', 'violations_of', 'violation_matrix',
            'make_safety_reward', 'make_safe_reward', 'make_count_reward', 'length_shaping', 'make_safe_relevance_func',
-           'make_safe_safety_func', 'make_safe_reward_func', 'warn_cancelling_scales', 'ranking_metrics',
-           'rank_diagnostics']
+           'make_safe_safety_func', 'make_safe_reward_func', 'warn_cancelling_scales', 'check_layouts',
+           'ranking_metrics', 'rank_diagnostics']
 
 # %% ../nbs/07_ranking.ipynb #6a06fb65
 import math
@@ -114,14 +114,13 @@ class Titles:
 def token_pieces(
     tokenizer,  # a transformers tokenizer
     ids_S: Sequence[int] | Tensor,  # (S,) token ids of one completion, padding included
-    stop: Iterable[int] | None = None,  # ids that end it; None = the tokenizer's end token
 ) -> list[str | None]:  # (S) text of each token, None = special token or beyond the end
     "The text each token adds; joined they are the completion decoded without special tokens."
     ids = [int(i) for i in ids_S]
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {*tokenizer.all_special_ids, *(i for i, t in added.items() if t.special)}
-    stop = {tokenizer.eos_token_id} if stop is None else set(stop)
-    ids = ids[: next((t for t, i in enumerate(ids) if i in stop), len(ids))]
+    if tokenizer.eos_token_id in ids:
+        ids = ids[: ids.index(tokenizer.eos_token_id)]
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     pieces, kept, prefix, read = [], [], 0, 0
     for i in ids:
@@ -311,23 +310,6 @@ def parse_list(
     over_S = item_S >= num_ranks
     return ParsedList(num_ranks, tuple(items), np.where(over_S, -1, item_S), over_S)
 
-# %% ../nbs/07_ranking.ipynb #af812584
-class ListText(str):
-    "An answer's text, the join of its token pieces, which it carries."
-
-    def __new__(
-        cls,
-        pieces_S: Iterable[str | None] = (),  # text of each token, None = no text
-        layout: tuple = (),  # `ListParser.layout` of the parser that found its items
-    ):
-        pieces_S = tuple(pieces_S)
-        text = super().__new__(cls, "".join(p for p in pieces_S if p))
-        text.pieces_S, text.layout = pieces_S, layout
-        return text
-
-    def __getnewargs__(self):  # copies and other processes keep the tokens
-        return self.pieces_S, self.layout
-
 # %% ../nbs/07_ranking.ipynb #d610d93b
 def check_amounts(
     **amounts: float,  # by the name of the argument
@@ -395,13 +377,7 @@ class ListParser:
                     "Parse it with the parser that the rewards share."
                 )
             return answer
-        text = answer_pieces(answer)
-        if isinstance(answer, ListText) and answer.layout != self.layout:
-            raise ValueError(
-                f"The items of {str(answer)[:60]!r} were found with (num_ranks, prose, drop_malformed, pattern) = "
-                f"{answer.layout}, this parser has {self.layout}: rewards would land on the tokens of "
-                "other items. Give rewards and policy the same parser."
-            )
+        text = readable(answer)
         key = (text, tuple(map(film_key, as_list(seen))))
         if key not in self.known:
             titles = Titles(key[1], self.tolerance)
@@ -412,12 +388,10 @@ class ListParser:
         return self.known[key]
 
 
-def answer_pieces(
+def readable(
     answer: Any,  # text, token pieces, or chat turns whose last one counts
 ) -> str | tuple[str | None, ...]:
     "What is parsed: the text, or the text of each token."
-    if isinstance(answer, ListText):
-        return answer.pieces_S
     if isinstance(answer, (list, tuple)) and answer and isinstance(answer[-1], Mapping):
         answer = answer[-1].get("content") or ""
     if isinstance(answer, str):
@@ -521,60 +495,62 @@ def task_column(
     return [() if x is None and not required else x if x is None else as_list(x) for x in rows]
 
 # %% ../nbs/07_ranking.ipynb #2d65a4c4
-def seen_films(
-    tasks: Sequence,  # (N) with `get`
-) -> list:  # (N) films that each user knows
-    "The films seen, under any name of that column."
-    columns = {c: [t.get(c) for t in tasks] for c in COLUMNS["seen"]}
-    return task_column(columns, "seen", len(tasks), required=False)
+def rollout_pieces(
+    rollout: Rollout,  # of a token policy: token ids in states["completion_ids"]
+    tokenizer,  # the policy's
+) -> list[tuple[str | None, ...]]:  # (N) text of each token that was taken, None = no text
+    "The text of each token; the one that ended an answer has none."
+    length_N, cut_N = rollout.lengths_N, rollout.info.get("truncated")
+    if cut_N is not None:  # the last token of all others is a stop token, whichever it is
+        length_N = length_N - (~torch.as_tensor(cut_N, dtype=torch.bool)).long()
+    rows = zip(
+        rollout.states["completion_ids"].tolist(), length_N.tolist(), rollout.lengths_N.tolist()
+    )
+    return [(*token_pieces(tokenizer, ids[:n]), *[None] * (m - n)) for ids, n, m in rows]
+
+
+def parse_pieces(
+    rollout: Rollout,  # with tasks, and outputs if they are to be compared
+    pieces: Sequence[Sequence[str | None]],  # (N) text of each token
+    parser: ListParser,  # the rules that the rewards share
+) -> ParsedLists:
+    "Lists parsed from tokens; outputs that hold other items are refused."
+    columns = {c: [t.get(c) for t in rollout.tasks] for c in COLUMNS["seen"]}
+    seen = task_column(columns, "seen", len(rollout), required=False)
+    lists = list(map(parser, pieces, seen))
+    facts = lambda x: [(i.title, i.year, i.status) for i in x.items]
+    for n, text in enumerate(rollout.outputs):
+        read = parser(text, seen[n])  # remembered: rewards get this very object
+        if facts(read) != facts(lists[n]):
+            raise ValueError(
+                f"Sample {n}: rewards read {len(read.items)} items in {text!r:.120}, its tokens hold "
+                f"{len(lists[n].items)}: {[i.title for i in lists[n].items]!r:.120}. Take the rollout from "
+                "`with_lists`, else rewards land on the tokens of other items."
+            )
+    return stack_lists(lists, rollout.mask_NS.shape[1])
 
 
 def with_lists(
     rollout: Rollout,  # of a token policy: token ids in states["completion_ids"]
     tokenizer,  # the policy's
     parser: ListParser,  # the rules that the rewards share
-    stop: Iterable[int] | None = None,  # ids that end an answer; None = the tokenizer's end token
-) -> Rollout:  # outputs (N) `ListText`; states["item"] (N, S) int64 rank index, -1 = no rank
-    "The rollout with texts that carry their tokens, and the rank of each token; texts that do already are kept."
-    texts, stop = list(rollout.outputs), None if stop is None else tuple(stop)
-    if not texts or not all(isinstance(x, ListText) for x in texts):
-        ids_NS, length = rollout.states["completion_ids"].tolist(), rollout.lengths_N.tolist()
-        texts = [
-            ListText(token_pieces(tokenizer, ids[:n], stop), parser.layout)
-            for ids, n in zip(ids_NS, length)
-        ]
-    lists = [parser(x, seen) for x, seen in zip(texts, seen_films(rollout.tasks))]
-    item_NS = stack_lists(lists, rollout.mask_NS.shape[1]).item_NS
-    return rollout.replace(outputs=texts, states=rollout.states | {"item": item_NS})
+) -> (
+    Rollout
+):  # outputs (N) text without special tokens; states["item"] (N, S) int64 rank index, -1 = no rank
+    "The rollout with the rank of each token, and outputs in which rewards find the same items."
+    pieces = rollout_pieces(rollout, tokenizer)
+    rollout = rollout.replace(outputs=["".join(p for p in row if p) for row in pieces])
+    item_NS = parse_pieces(rollout, pieces, parser).item_NS
+    return rollout.replace(states=rollout.states | {"item": item_NS})
 
-
+# %% ../nbs/07_ranking.ipynb #0cf33f03
 def parse_rollout(
     rollout: Rollout,  # of a token policy: token ids in states["completion_ids"]
     tokenizer,  # the policy's
     parser: ListParser,  # the rules that the rewards share
-    stop: Iterable[int] | None = None,  # ids that end an answer; None = the tokenizer's end token
 ) -> ParsedLists:
     "The parsed lists of a rollout, as wide as its mask."
-    texts = with_lists(rollout, tokenizer, parser, stop).outputs
-    check_same_items(rollout.outputs, texts, parser)
-    lists = [parser(x, seen) for x, seen in zip(texts, seen_films(rollout.tasks))]
-    return stack_lists(lists, rollout.mask_NS.shape[1])
-
-
-def check_same_items(
-    texts: Sequence,  # (N) what rewards would read; empty = nothing to compare
-    carried: Sequence[ListText],  # (N) what the tokens say
-    parser: ListParser,  # the rules
-):
-    "Refuse texts in which rewards would see other items than the tokens have."
-    facts = lambda x: [(i.title, i.year) for i in parser(x).items]
-    for n, (text, tokens) in enumerate(zip(texts, carried)):
-        if text != tokens and facts(text) != facts(tokens):
-            raise ValueError(
-                f"Sample {n}: rewards would read {len(facts(text))} items in its text {text!r:.120}, its tokens hold "
-                f"{len(facts(tokens))} in {str(tokens)!r:.120}. Let the rollout pass through `with_lists`, so that "
-                "rewards land on the tokens of their items."
-            )
+    return parse_pieces(rollout, rollout_pieces(rollout, tokenizer), parser)
 
 # %% ../nbs/07_ranking.ipynb #8bd48ed4
 def broadcast_ranks(
@@ -732,6 +708,7 @@ def make_relevance_reward(
     relevance.config = dict(
         variant=variant, gamma=gamma, missing=missing, error=error, penalties=penalties
     )
+    relevance.layout = parser.layout
     return relevance
 
 # %% ../nbs/07_ranking.ipynb #96829837
@@ -876,7 +853,7 @@ def make_safety_reward(
         threshold=oracle.threshold,
     )
     scales = dict(lambda_safe=lambda_safe, penalty_safe=penalty_safe)
-    safety.cancelling_scales = scales if whole and scale else {}
+    safety.cancelling_scales, safety.layout = scales if whole and scale else {}, parser.layout
     return safety
 
 # %% ../nbs/07_ranking.ipynb #cc102826
@@ -907,7 +884,7 @@ def make_safe_reward(
         known_N = [r is not None or a is not None for r, a in zip(relevant, avoid)]
         return rank_rows(both_NK, lists, missing, safety.config["error"], penalties, known_N)
 
-    safe.config = relevance.config | safety.config
+    safe.config, safe.layout = relevance.config | safety.config, parser.layout
     return safe
 
 # %% ../nbs/07_ranking.ipynb #f768a815
@@ -929,7 +906,7 @@ def make_count_reward(
         value_N = np.where([x.parse_error for x in lists], -coefficient, value_N)
         return np.repeat(value_N[:, None], parser.num_ranks, 1).tolist()
 
-    count.config = dict(coefficient=coefficient, target=target)
+    count.config, count.layout = dict(coefficient=coefficient, target=target), parser.layout
     count.cancelling_scales = dict(coefficient=coefficient) if coefficient else {}
     return count
 
@@ -1013,6 +990,20 @@ def warn_cancelling_scales(
     for message in messages:
         warnings.warn(message, stacklevel=2)
     return messages
+
+# %% ../nbs/07_ranking.ipynb #a337e7a0
+def check_layouts(
+    reward_functions: dict[str, Callable],  # by name; those without `layout` are not asked
+    parser: ListParser | None,  # of the policy; None = its tokens have no ranks
+):
+    "Refuse rank rewards that find items by other rules than the policy."
+    for name, f in reward_functions.items():
+        layout = getattr(f, "layout", None)
+        if isinstance(parser, ListParser) and layout not in (None, parser.layout):
+            raise ValueError(
+                f"Reward {name!r} finds items by (num_ranks, prose, drop_malformed, pattern) = {layout}, the policy by "
+                f"{parser.layout}: rewards would land on the tokens of other items. Give both one parser."
+            )
 
 # %% ../nbs/07_ranking.ipynb #9b4386e4
 def ranking_metrics(
