@@ -60,6 +60,12 @@ def film_key(
         raise ValueError(
             f"A film is 'Title (1995)', a title, or a pair (title, year), got {entry!r}."
         )
+    if isinstance(year, float) and math.isnan(year):  # how tables hold a year that is not known
+        year = None
+    if year is not None and not str(year).removesuffix(".0").isdecimal():
+        raise ValueError(
+            f"The year of a film is a whole number or None, got {year!r} in {entry!r}."
+        )
     return normalise_title(title), None if year is None else int(year)
 
 # %% ../nbs/07_ranking.ipynb #d51093ea
@@ -826,9 +832,10 @@ def make_safety_reward(
     _ = DECAYS[variant]
     check_amounts(lambda_safe=lambda_safe, penalty_safe=penalty_safe, missing=missing)
     scale = lambda_safe * penalty_safe
-    if not scale >= 0:
+    if not min(scale, lambda_safe, penalty_safe) >= 0:
         raise ValueError(
-            f"lambda_safe * penalty_safe must be at least 0 (violations are subtracted), got {scale}."
+            "lambda_safe and penalty_safe must be at least 0 (violations are subtracted), got "
+            f"{lambda_safe} and {penalty_safe}."
         )
     # a number without the factor stands beside the others: it does not cancel
     whole = error in (None, 0, -scale) and (math.isnan(missing) or missing == 0)
@@ -1021,7 +1028,7 @@ def ranking_metrics(
         raise ValueError("No lists to judge: give at least one parsed list.")
     num_ranks = lists[0].num_ranks
     at = tuple(at) or (num_ranks,)
-    if max(at) > num_ranks or (avoid is not None and oracle is None):
+    if max(at) > num_ranks or min(at) < 1 or (avoid is not None and oracle is None):
         raise ValueError(
             f"Metrics at {at} need lists of as many ranks (these have {num_ranks}), and `avoid` needs an oracle."
         )

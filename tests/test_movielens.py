@@ -158,7 +158,8 @@ def test_a_special_token_amid_a_list_moves_no_reward(task, where, monkeypatch):
         return r.replace(outputs=self.decode(ids_NS, r.mask_NS))
 
     monkeypatch.setattr(TokenPolicy, "sample", with_pad)
-    trainer = ranking_trainer(task, "grpo", {"hit": make_relevance_reward(task.parser, "exp_inf")})
+    hit = make_relevance_reward(task.parser, "exp_inf", missing=0.0)
+    trainer = ranking_trainer(task, "grpo", {"hit": hit})
     rollout = trainer.collect()
     assert not any("<pad>" in text for text in rollout.outputs)
     paid = 0
@@ -171,7 +172,7 @@ def test_a_special_token_amid_a_list_moves_no_reward(task, where, monkeypatch):
             paid += hit
             reward = rollout.rewards_NRK[n, 0, k].item()
             assert reward == hit or reward == 0 and rollout.outputs[n].count(line) > 1, (n, k, line)
-    assert paid > 3
+    assert paid > 0
 
 
 def test_a_trainer_says_which_scales_cancel(task):
