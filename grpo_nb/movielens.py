@@ -15,7 +15,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +170,8 @@ def read_ml100k(
         if key not in first:
             first[key] = len(films)
             films.append(film)
+        genres = dict.fromkeys(films[first[key]].genres + film.genres)  # of both listings
+        films[first[key]] = replace(films[first[key]], genres=tuple(genres))
         index[row["item_id"]] = first[key]
     ratings = rows("inter")
     kept = [r for r in ratings if r["item_id"] in index]
