@@ -8,7 +8,7 @@ __all__ = ['EDGE', 'ENTRY', 'NEWLINE', 'MARKER', 'ITEM', 'YEAR', 'STATUSES', 'RU
            'make_safe_reward_func_individual', 'normalise_title', 'film_key', 'as_list', 'Titles', 'token_pieces',
            'token_lines', 'read_item', 'list_bounds', 'ListItem', 'ParsedList', 'item_status', 'parse_list',
            'check_amounts', 'ListParser', 'readable', 'ParsedLists', 'stack_lists', 'shared_width', 'applies',
-           'task_column', 'rollout_pieces', 'parse_pieces', 'with_lists', 'parse_rollout', 'broadcast_ranks',
+           'task_column', 'rollout_pieces', 'with_lists', 'parse_pieces', 'parse_rollout', 'broadcast_ranks',
            'discounts', 'log_decay', 'exp_inf', 'exp_decay', 'hits_of', 'hit_matrix', 'check_penalties', 'rank_rows',
            'parse_answers', 'make_relevance_reward', 'read_risks', 'SafetyOracle', 'violations_of', 'violation_matrix',
            'make_safety_reward', 'make_safe_reward', 'make_count_reward', 'length_shaping', 'make_safe_relevance_func',
@@ -515,6 +515,18 @@ def rollout_pieces(
     return [(*token_pieces(tokenizer, ids[:n]), *[None] * (m - n)) for ids, n, m in rows]
 
 
+def with_lists(
+    rollout: Rollout,  # of a token policy: token ids in states["completion_ids"]
+    tokenizer,  # the policy's
+    parser: ListParser,  # the rules that the rewards share
+) -> Rollout:  # outputs: the text of the tokens; states["item"] (N, S) rank index, -1 = none
+    "The rollout with the rank of each token, and outputs in which rewards find the same items."
+    pieces = rollout_pieces(rollout, tokenizer)
+    rollout = rollout.replace(outputs=["".join(p for p in row if p) for row in pieces])
+    item_NS = parse_pieces(rollout, pieces, parser).item_NS
+    return rollout.replace(states=rollout.states | {"item": item_NS})
+
+# %% ../nbs/07_ranking.ipynb #0cf33f03
 def parse_pieces(
     rollout: Rollout,  # with tasks, and outputs if they are to be compared
     pieces: Sequence[Sequence[str | None]],  # (N) text of each token
@@ -536,20 +548,6 @@ def parse_pieces(
     return stack_lists(lists, rollout.mask_NS.shape[1])
 
 
-def with_lists(
-    rollout: Rollout,  # of a token policy: token ids in states["completion_ids"]
-    tokenizer,  # the policy's
-    parser: ListParser,  # the rules that the rewards share
-) -> (
-    Rollout
-):  # outputs (N) text without special tokens; states["item"] (N, S) int64 rank index, -1 = no rank
-    "The rollout with the rank of each token, and outputs in which rewards find the same items."
-    pieces = rollout_pieces(rollout, tokenizer)
-    rollout = rollout.replace(outputs=["".join(p for p in row if p) for row in pieces])
-    item_NS = parse_pieces(rollout, pieces, parser).item_NS
-    return rollout.replace(states=rollout.states | {"item": item_NS})
-
-# %% ../nbs/07_ranking.ipynb #0cf33f03
 def parse_rollout(
     rollout: Rollout,  # of a token policy: token ids in states["completion_ids"]
     tokenizer,  # the policy's
