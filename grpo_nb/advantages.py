@@ -22,9 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .core import Block, Groups, Registry, blocks_of
+from .core import Block, Groups, Registry, blocks_of, integer_ids
 
 # %% ../nbs/09_advantages.ipynb #19b1d6c6
+def _eps(eps: float, name: str = "eps") -> float:
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"{name} must be a number >= 0, got {eps}.")
+    return eps
+
+
 @dataclass
 class Siblings:
     "Whole groups side by side: component, rank, sibling, group."
@@ -86,7 +92,7 @@ class Siblings:
         ddof: int,  # delta degrees of freedom
     ) -> Tensor:
         "Finite 1 / (std + eps), to multiply deviations with; 0 where the deviation is not defined."
-        dof = n - ddof if n.ndim else n.item() - ddof
+        eps, dof = _eps(eps), n - ddof if n.ndim else n.item() - ddof
         inverse = (m2 / (dof.clamp(min=1) if n.ndim else max(dof, 1))).sqrt_().add_(eps)
         inverse.reciprocal_()
         if n.ndim or dof <= 0:
@@ -111,7 +117,7 @@ class Siblings:
         ):
             d, n, m2 = self.deviations(keep=False)
             return d, self.inverse_std(n, m2, eps, ddof)
-        # the usual case without its questions
+        _eps(eps)  # the usual case without further questions
         d = self.x_RKGP.sub_(self.add(self.x_RKGP).div_(g))
         return d, self.add(d * d).div_(g - ddof).sqrt_().add_(eps).reciprocal_()
 
@@ -225,19 +231,26 @@ def prepare(
 ) -> RewardBatch:
     "Check rewards, groups, weights and masks; the keywords are those every estimator accepts."
     if isinstance(rewards, RewardBatch):
-        if weights is not None:
-            raise ValueError("A RewardBatch has its weights: give them to `prepare`.")
+        given = (weights, mask_NK, reduce) != (None, None, None) or spread
+        usual = (missing, singleton, dtype) == ("excluded", "zero", torch.float32)
+        if given or not usual or not (group_N is None or group_N is rewards.groups):
+            raise ValueError(
+                "A RewardBatch has its groups, weights, mask and options: give them to `prepare`, and None or "
+                "its own groups here."
+            )
         return rewards
     x = rewards
     if not isinstance(x, Tensor):
-        x = torch.from_numpy(np.asarray(x, dtype=np.float64))
+        x = torch.from_numpy(np.asarray(x, dtype=np.float64, order="C"))
     x = x.detach() if x.requires_grad else x
     x = x if x.is_floating_point() else x.double()
-    if not 1 <= x.ndim <= 3:
+    if not 1 <= x.ndim <= 3 or 0 in x.shape[1:]:
         raise ValueError(f"Rewards must be (N,), (N, R) or (N, R, K), got {tuple(x.shape)}.")
     flat = x.ndim < 3
     x = x.reshape(len(x), *(x.shape[1:] or (1,)), *([1] if flat else []))
     n, r, k = x.shape
+    if isinstance(weights, (str, int, float)):
+        raise ValueError(f"weights must be a sequence of {r} numbers, got {weights!r}.")
     weights = [1.0] * r if weights is None else [float(w) for w in weights]
     if len(weights) != r:
         raise ValueError(f"{len(weights)} weights for {r} reward components: give one weight each.")
@@ -268,7 +281,7 @@ def _groups(group_N, n: int, device, reduce, spread: bool) -> Groups:
     else:
         if reduce is None:
             raise ValueError("spread=True needs `reduce`: a process group or an all-reduce.")
-        ids = torch.as_tensor(group_N, device=device).long()
+        ids = integer_ids(group_N).to(device)
         rows = int(reduce(ids.new_tensor(len(ids)), "sum"))
         ends = (ids.amin(), ids.amax()) if len(ids) else ids.new_tensor([4 * rows, -1]).unbind()
         low, high = int(reduce(ends[0], "min")), int(reduce(ends[1], "max"))
@@ -287,6 +300,14 @@ def _valid(x: Tensor, mask_NK: Tensor | None, missing: str) -> tuple[Tensor, Ten
     "Rewards with masked cells marked, the valid cells, and whether any NaN is left."
     n, _, k = x.shape
     ok = None
+    if x.dtype == torch.float64 and n:
+        low, high = (v.item() for v in torch.aminmax(x))
+        if not (low >= -1e100 and high <= 1e100):  # or NaN
+            large = x[x.isfinite() & (x.abs() > 1e100)]
+            if large.numel():
+                raise ValueError(
+                    f"A reward of {large[0].item():g}: the squares of numbers beyond 1e100 overflow."
+                )
     # one pass tells whether there is anything to look for
     if not math.isfinite(x.sum().item()):
         if x.isinf().any():
@@ -319,6 +340,12 @@ def all_reducer(
         dist.all_reduce(x, ops[op], group=group)
         return x
 
+    def gather(values: Sequence) -> list:
+        parts: list = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, list(values), group=group)
+        return [v for part in parts for v in part]
+
+    reduce.gather = gather  # lists of all processes, end to end
     return reduce
 
 # %% ../nbs/09_advantages.ipynb #9c09570e
@@ -385,6 +412,7 @@ def batch_norm(
     reduce: Callable | None = None,  # all-reduce over processes
 ) -> Tensor:  # (N, K) float64
     "Whiten over the valid cells of the batch: (x - mean) / (std + eps)."
+    _eps(eps)
     d, count, mean, m2 = _centred(values_NK.double(), ok_NK, weight_NK, reduce)
     n, mean, m2 = count.item(), mean.item(), m2.item()
     # a spread far below the resolution of the values themselves is rounding, not signal
@@ -417,6 +445,7 @@ def grpo(
 ) -> Tensor:  # (N,) or (N, K)
     "Weighted sum of the rewards, minus the group's mean, over a deviation."
     _one_of("scale", scale, ("group", "batch", "none"))
+    _eps(eps)
     b = prepare(rewards, group_N, weights, **batch)
 
     def kernel(s: Siblings) -> Tensor:
@@ -487,6 +516,7 @@ def loo_norm(
     **batch,  # keywords of `prepare`
 ) -> Tensor:  # (N,) or (N, K)
     "Reward minus the others' mean, over the others' deviation; not divided where the others are equal."
+    _eps(eps)
     b = prepare(rewards, group_N, weights, **batch)
 
     def kernel(s: Siblings) -> Tensor:
@@ -595,7 +625,7 @@ def gate(
     rewards: Tensor,  # (N, R) or (N, R, K) raw rewards
     component: int,  # k: the reward that is gated
     on: int,  # l: the reward that opens the gate
-    at_least: float,  # t: opens where r_l >= t; a NaN in r_l keeps it closed
+    at_least: float,  # t: opens where r_l >= t; where r_l does not apply (NaN), r_k does not either
     at_most: float | None = None,  # and r_l <= this
     how: str = "zero_fill",  # or "subgroup": samples that fail leave the statistics of r_k
 ) -> Tensor:  # a copy with component k gated
@@ -611,9 +641,8 @@ def gate(
     passed = x[:, on] >= at_least
     if at_most is not None:
         passed &= x[:, on] <= at_most
-    closed = (
-        torch.where(x[:, component].isnan(), torch.nan, 0.0) if how == "zero_fill" else torch.nan
-    )
+    lost = x[:, component].isnan() | x[:, on].isnan()  # a 0 here would be an invented reward
+    closed = torch.where(lost, torch.nan, 0.0) if how == "zero_fill" else torch.nan
     x[:, component] = torch.where(passed, x[:, component], closed)
     return x
 
@@ -882,7 +911,10 @@ def advantage_metrics(
     out = {"reward": total.mean, "reward_std": total.std()}
     out |= {"adv/abs_mean": moments(kept.abs(), reduce=b.reduce).mean, "adv/std": a.std()}
     out |= {"adv/min": a.low, "adv/max": a.high}
-    out["adv/distinct"] = float(len(torch.unique((kept.double() * 1e6).round())))
+    seen = torch.unique((kept.double() * 1e6).round())
+    if hasattr(b.reduce, "gather"):  # otherwise those of this process
+        seen = set(b.reduce.gather(seen.tolist()))
+    out["adv/distinct"] = float(len(seen))
     rows = b.over_processes(float(len(values_NK)))
     valid = b.over_processes(float(len(values_NK) if b.ok_NK is None else b.ok_NK.any(1).sum()))
     out["adv/invalid_rows"] = rows - valid
@@ -933,24 +965,28 @@ def _signal(b: RewardBatch, values_NK: Tensor, parts: list[Moments], largest: fl
         count("az", a[None] * z)
         count("zz", z * z)
         count("aa", torch.where(rows, a[None] ** 2, 0.0))
-    r = len(parts)
-    sums = {k: sums.get(k, torch.zeros(r, dtype=torch.float64)) for k in _SIGNALS}
+    # a process without samples must send tensors of the same shape as the others
+    size = lambda k: 1 if k in _PER_ROW else len(parts)
+    zeros = lambda k: torch.zeros(size(k), dtype=torch.float64, device=b.x_NRK.device)
+    sums = {k: sums[k] if k in sums else zeros(k) for k in _SIGNALS}
     if b.reduce is not None:
         sums = {k: b.reduce(v, "sum") for k, v in sums.items()}
     sums = {k: [round(x, 9) if k in _COUNTS else x for x in v.tolist()] for k, v in sums.items()}
-    return {k: v[0] if k in ("cells", "still", "dead", "aa") else v for k, v in sums.items()}
+    return {k: v[0] if k in _PER_ROW else v for k, v in sums.items()}
 
 
 _COUNTS = ("groups", "zero_std", "all_good", "all_bad", "cells", "still", "dead")
+_PER_ROW = ("cells", "still", "dead", "aa")
 _SIGNALS = (*_COUNTS, "az", "zz", "aa")
 
 # %% ../nbs/09_advantages.ipynb #2a40e664
 def warn_cancelled_scales(
     mode: str,  # name of the estimator
     scales: Mapping[str, float],  # factors the user has set on rewards, by what they are called
+    eps: float = 1e-4,  # of the estimator: factors near it do have an effect
 ) -> bool:  # whether a warning was given
-    "Warn if a reward's scale has no effect under this estimator."
-    odd = {k: v for k, v in scales.items() if v != 1}
+    "Warn if a reward's scale has no effect under this estimator; 0 and negative factors have one."
+    odd = {k: v for k, v in scales.items() if v != 1 and v > 100 * eps}
     if mode not in SCALE_FREE or not odd:
         return False
     warnings.warn(
@@ -989,6 +1025,7 @@ class AdvantageConfig:
 
     def __post_init__(self):
         ADVANTAGES[self.mode]  # an unknown name is an error that shows the nearest
+        _eps(self.eps), _eps(self.eps_batch, "eps_batch")
 
 
 @dataclass
@@ -1038,9 +1075,17 @@ def compute_advantages(
     "Advantages and their metrics, by the estimator that the configuration names."
     c = config or AdvantageConfig()
     estimator = ADVANTAGES[c.mode]
-    x = rewards if isinstance(rewards, Tensor) else torch.tensor(np.asarray(rewards, np.float64))
+    x = (
+        rewards
+        if isinstance(rewards, Tensor)
+        else torch.tensor(np.asarray(rewards, np.float64, "C"))
+    )
     x = x[:, None] if x.ndim == 1 else x
+    if not 2 <= x.ndim <= 3:
+        raise ValueError(f"Rewards must be (N,), (N, R) or (N, R, K), got {tuple(x.shape)}.")
     names = [f"r{k}" for k in range(x.shape[1])] if reward_names is None else list(reward_names)
+    if len(set(names)) < len(names):
+        raise ValueError(f"Reward names must differ, got {names}.")
     if len(names) != x.shape[1]:
         raise ValueError(
             f"{x.shape[1]} reward components for {len(names)} names {names}: one was lost or added."
@@ -1063,7 +1108,11 @@ def _scaled_and_gated(x: Tensor, names: list[str], c: AdvantageConfig) -> Tensor
     for k in asked:
         if k not in position:
             raise ValueError(f"Unknown reward {k!r} in scales or gates; rewards are {names}.")
-    warn_cancelled_scales(c.mode, c.scales)
+    # a scale moves a reward across the threshold of a gate, and centred rewards keep theirs
+    cancels = c.options.get("scale", "group") == "group" and not c.options.get("low")
+    opens = {g.on for g in c.gates}
+    if cancels:
+        warn_cancelled_scales(c.mode, {k: v for k, v in c.scales.items() if k not in opens}, c.eps)
     if c.scales:
         factor = torch.tensor([float(c.scales.get(k, 1.0)) for k in names], device=x.device)
         x = x * factor.view(-1, *[1] * (x.ndim - 2)).to(x.dtype if x.is_floating_point() else None)

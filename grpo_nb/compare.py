@@ -6,18 +6,18 @@
 __all__ = ['BUDGETS', 'SAME_FOR_ALL', 'REWARD_KEYS', 'MEAN', 'UNKNOWN', 'KEEP', 'STATISTICS', 'AXES', 'CSS', 'Budget', 'Samples',
            'Tokens', 'Seconds', 'Steps', 'to_budget', 'budget_tree', 't_interval', 'bootstrap_interval', 'iqm',
            'improvement', 'sign_flip', 'holm', 'power', 'n_seeds', 'set_keys', 'make_options', 'check_variants',
-           'same_for_all', 'check_variant', 'read_recipe', 'base_tree', 'changes', 'run_config', 'judge_of',
-           'scores_of', 'BudgetSpent', 'Interrupted', 'advance', 'UnknownMetric', 'check_metric', 'lower_names',
-           'is_lower', 'numbers', 'measured_run', 'keep_scores', 'kept_scores', 'short_trace', 'write_result',
-           'result_of', 'CpuSeconds', 'make_trainer', 'check_built', 'train_job', 'go_on', 'start_scores', 'digest',
-           'run_job', 'seed_list', 'whole_number', 'path_of', 'name_list', 'source_of', 'make_job', 'folder_of',
-           'is_fixed', 'Spec', 'grid', 'score', 'choose', 'twins', 'plain_or_id', 'code_of', 'Processes', 'place',
-           'finished', 'compact', 'evaluations', 'check_names', 'columns_of', 'at_the_edge', 'Study', 'is_stored',
-           'chosen_values', 'edges_of', 'selection', 'study_frame', 'Reporter', 'Names', 'run_missing', 'identity',
-           'plan_study', 'stored_study', 'chosen_as', 'compare', 'warn_of_edges', 'warn_of_twins', 'run_study',
-           'interval_of', 'Table', 'tex', 'scores_by_seed', 'study_table', 'directions', 'table_notes', 'common_curve',
-           'plot_study', 'inline_png', 'pairs_table', 'runs_table', 'evaluations_of', 'report_plots', 'tuning_text',
-           'write_report']
+           'same_for_all', 'no_functions', 'check_variant', 'read_recipe', 'base_tree', 'changes', 'run_config',
+           'judge_of', 'scores_of', 'BudgetSpent', 'Interrupted', 'advance', 'UnknownMetric', 'check_metric',
+           'lower_names', 'is_lower', 'numbers', 'measured_run', 'keep_scores', 'kept_scores', 'short_trace',
+           'write_result', 'result_of', 'CpuSeconds', 'make_trainer', 'check_built', 'train_job', 'go_on',
+           'start_scores', 'digest', 'run_job', 'seed_list', 'path_of', 'name_list', 'source_of', 'make_job',
+           'folder_of', 'is_fixed', 'Spec', 'grid', 'score', 'choose', 'twins', 'plain_or_id', 'code_of', 'Processes',
+           'place', 'finished', 'compact', 'evaluations', 'check_names', 'columns_of', 'at_the_edge', 'Study',
+           'is_stored', 'chosen_values', 'edges_of', 'selection', 'study_frame', 'Reporter', 'Names', 'run_missing',
+           'identity', 'plan_study', 'stored_study', 'chosen_as', 'compare', 'warn_of_edges', 'warn_of_twins',
+           'run_study', 'interval_of', 'Table', 'tex', 'scores_by_seed', 'study_table', 'directions', 'table_notes',
+           'common_curve', 'plot_study', 'inline_png', 'pairs_table', 'runs_table', 'evaluations_of', 'report_plots',
+           'tuning_text', 'write_report']
 
 # %% ../nbs/15_compare.ipynb #aa847a70
 import ast
@@ -69,9 +69,11 @@ from grpo_nb.trainer import (
     GRPOConfig,
     build_config,
     config_tree,
+    functions_in,
     load_config,
     locate,
     open_eval,
+    whole_number,
 )
 
 # %% ../nbs/15_compare.ipynb #c0b97770
@@ -365,6 +367,18 @@ def same_for_all(
     return any(f"{key}.".startswith(f"{same}.") for same in SAME_FOR_ALL)
 
 
+def no_functions(
+    who: str,  # holds the keys, for the message
+    keys,  # configuration, or dotted keys and values
+) -> None:
+    "A study is written down: a function in a configuration would become text and fail in every run."
+    for key, name in functions_in(keys).items():
+        raise ValueError(
+            f"{who} sets {key} to the function {name}, which a study cannot write down: register it and give its "
+            "name, or build the trainer yourself with make=."
+        )
+
+
 def check_variant(
     name: str,  # of the variant
     overrides: Mapping[str, Any],  # its dotted keys
@@ -384,6 +398,9 @@ def check_variant(
                 f"Variant {name!r} sets {key!r}, which is the same for all variants: set it in the base, or through "
                 "seeds, budget, threads and dir."
             )
+    no_functions(
+        f"Variant {name!r}", {k: v for k, v in overrides.items() if not k.startswith("make.")}
+    )
 
 # %% ../nbs/15_compare.ipynb #1a13f194
 def read_recipe(
@@ -415,7 +432,9 @@ def base_tree(
     "The base as a plain tree with every key."
     if isinstance(base, (str, Path)):
         base = read_recipe(base)[0]
-    return plain(config_tree(build_config(GRPOConfig, {} if base is None else base)))
+    config = build_config(GRPOConfig, {} if base is None else base)
+    no_functions("The base", config)
+    return plain(config_tree(config))
 
 
 def changes(
@@ -849,16 +868,6 @@ def seed_list(
     if not found or not right or len(set(found)) < len(found):
         raise ValueError(f"{say}, got {found}.")
     return [int(s) for s in found]
-
-
-def whole_number(
-    name: str,  # for the message
-    value,
-) -> int:
-    "A number of processes or threads."
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}.")
-    return int(value)
 
 
 def path_of(
@@ -2299,11 +2308,15 @@ def report_plots(
     study: Study,
     variants: Sequence[str] | None = None,  # default: all
 ) -> list[str]:
-    "The plots of a report as HTML: primary metric and training reward along samples, and along seconds."
+    "The plots of a report as HTML: primary metric along samples and, with three points or more, along seconds; training reward."
     curves, out = study.curves(), []
     metric = study.spec["metric"].removeprefix(MEAN)
     for name, x in ((metric, "rollouts"), (metric, "seconds"), ("reward", "rollouts")):
-        if name in curves and AXES[x][0] in curves and curves[name].notna().any():
+        if name not in curves or AXES[x][0] not in curves:
+            continue
+        points = curves.dropna(subset=[name]).groupby(["variant", "seed"]).size()
+        # between a start and an end lies no course in time, and every run ends at another time
+        if len(points) and points.max() >= (3 if x == "seconds" else 1):
             about = f"{name} along {AXES[x][1]}: mean and 95 % interval over seeds"
             out.append(inline_png(plot_study(study, x, name, variants), about))
     return out

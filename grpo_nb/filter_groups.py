@@ -222,7 +222,7 @@ def as_columns(
 ) -> Tensor:  # (N, C) floats
     "Values as columns of floating-point numbers."
     if not isinstance(values, Tensor):
-        values = torch.from_numpy(np.asarray(values, dtype=np.float64))
+        values = torch.from_numpy(np.asarray(values, dtype=np.float64, order="C"))
     x = values.detach() if values.is_floating_point() else values.double()
     return x.reshape(len(x), math.prod(x.shape[1:]))
 

@@ -1252,13 +1252,13 @@ def sample_table(
 
 # %% ../nbs/13_trainer.ipynb #41cb3dab
 def whole_number(
-    value,  # what was given
     name: str,  # for the message
-    least: int = 0,
+    value,  # what was given
+    least: int = 1,
 ) -> int:
     "A whole number from `least` upwards, or an error: 1.5 steps are a mistake, not one step or two."
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{name} needs a whole number >= {least}, got {value!r}.")
+        raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}.")
     return int(value)
 
 # %% ../nbs/13_trainer.ipynb #67686df2
@@ -1301,7 +1301,7 @@ def fit(
     "Train with a progress bar and a record."
     c = self.config
     if steps is not None:
-        steps = whole_number(steps, "fit(steps)")
+        steps = whole_number("fit(steps)", steps, 0)
     check_callbacks(self.callbacks)  # some may have been added
     if self._half is not None:
         raise ValueError(self._half)
@@ -1842,9 +1842,9 @@ def evaluate(
     parts = {k: [t[i] for i in range(min(len(t), c.limit or len(t)))] for k, t in named.items()}
     tasks = [t for part in parts.values() for t in part]
     ends = np.cumsum([0, *map(len, parts.values())])
-    n = c.samples if samples is None else whole_number(samples, "evaluate(samples)")
+    n = c.samples if samples is None else whole_number("evaluate(samples)", samples, 0)
     for i in k:
-        if not 1 <= whole_number(i, "evaluate(k)") <= n:
+        if not 1 <= whole_number("evaluate(k)", i) <= n:
             raise ValueError(f"pass@k needs 1 <= k <= samples, got k={i}, samples={n}.")
     if not n and not c.greedy:
         raise ValueError("Nothing to evaluate: eval.samples=0 and eval.greedy=false.")

@@ -1,3 +1,4 @@
+import inspect
 import json
 import math
 import warnings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from grpo_nb.advantages import (
     ADVANTAGES,
     AdvantageConfig,
+    Gate,
     all_reducer,
     batch_norm,
     compute_advantages,
@@ -567,9 +569,10 @@ def in_process(rank, port, out):
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     x, group_N = shared_batch()
     results = {}
-    for spread in (False, True):
-        # uneven shares: 5 and 7 whole groups, or every third sample and the rest
-        first = torch.arange(48) % 3 == 0 if spread else group_N < 5
+    # uneven shares: 5 and 7 whole groups, nothing and everything, or every third sample and the rest
+    shares = {"groups": group_N < 5, "empty": group_N < 0, "spread": torch.arange(48) % 3 == 0}
+    for share, first in shares.items():
+        spread = share == "spread"
         rows = first if rank == 0 else ~first
         for mode, options in MODES.items():
             config = AdvantageConfig(mode, [1, 0.5], options=options)
@@ -582,7 +585,7 @@ def in_process(rank, port, out):
                 reduce=reduce,
                 spread=spread,
             )
-            results[mode, spread] = (rows, got.values, got.metrics)
+            results[mode, share] = (rows, got.values, got.metrics)
     torch.save(results, f"{out}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -596,7 +599,7 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
     mp.start_processes(in_process, (port, str(tmp_path)), nprocs=2, start_method="spawn")
     parts = [torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)]
     x, group_N = shared_batch()
-    for mode, spread in parts[0]:
+    for mode, share in parts[0]:
         want = compute_advantages(
             x,
             group_N,
@@ -604,11 +607,10 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
             lengths_N=1 + torch.arange(48) % 5,
         )
         for part in parts:
-            rows, values, metrics = part[mode, spread]
+            rows, values, metrics = part[mode, share]
             torch.testing.assert_close(values, want.values[rows], atol=1e-6, rtol=1e-6)
             for k, v in want.metrics.items():
-                if k != "adv/distinct":
-                    assert metrics[k] == pytest.approx(v, abs=1e-6, nan_ok=True), (mode, spread, k)
+                assert metrics[k] == pytest.approx(v, abs=1e-6, nan_ok=True), (mode, share, k)
 
 
 def test_shards_whitened_alone_are_wrong():
@@ -623,3 +625,107 @@ def test_prepare_accepts_arrays_lists_and_groups():
     for rewards in (x, np.array(x, dtype=np.float64), torch.tensor([[1.0, 0.0], [0.0, NAN]])):
         assert prepare(rewards, Groups.of([0, 0])).sparse
     assert torch.equal(grpo(torch.tensor([1, 0]), [0, 0]), grpo([True, False], [0, 0]))
+
+
+WITH_EPS = sorted(k for k, f in ADVANTAGES.items() if "eps" in inspect.signature(f).parameters)
+
+
+@pytest.mark.parametrize("mode", WITH_EPS)
+@pytest.mark.parametrize("eps", [-1.0, NAN, math.inf])
+def test_an_eps_that_is_no_number_from_0_is_refused(mode, eps):
+    assert len(WITH_EPS) > 8
+    with pytest.raises(ValueError, match="eps must be a number >= 0"):
+        ADVANTAGES[mode]([[1.0, 0], [0, 0]] * 2, [0, 0, 1, 1], eps=eps)
+
+
+@pytest.mark.parametrize("options", [dict(eps=-1.0), dict(eps_batch=NAN)])
+def test_an_eps_in_a_configuration_is_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
+        AdvantageConfig(**options)
+
+
+@pytest.mark.parametrize("size", [1e101, 1e200, -1e308])
+def test_numbers_whose_squares_overflow_are_refused(size):
+    for mode in ("grpo", "rloo", "gdpo", "dvao"):
+        with pytest.raises(ValueError, match="A reward of"):
+            ADVANTAGES[mode](np.array([size, 0.0, NAN, 1.0]), [0, 0, 0, 0])
+    near = grpo(np.array([1e99, 0.0]), [0, 0])
+    assert near.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+
+def test_arrays_in_any_order_of_memory():
+    x = np.arange(12.0).reshape(6, 2) ** 2
+    for mode in ("grpo", "gdpo"):
+        f = ADVANTAGES[mode]
+        want = f(x, [0, 0, 0, 1, 1, 1])
+        assert torch.equal(f(x[::-1], np.array([0, 0, 0, 1, 1, 1])[::-1]).flip(0), want)
+        assert torch.equal(f(np.asfortranarray(x), [0, 0, 0, 1, 1, 1]), want)
+    got = compute_advantages(x[::-1], [1, 1, 1, 0, 0, 0], config=AdvantageConfig("gdpo"))
+    assert torch.equal(got.values.flip(0), want)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize(
+    "ids", [[0, 0.4, 1, 1.9], [True, False, True, False], [[0], [0], [1], [1]]]
+)
+def test_ids_of_the_wrong_kind_are_refused_with_and_without_spread(ids, spread):
+    kw = dict(spread=True, reduce=lambda x, op: x) if spread else {}
+    for same in (ids, np.array(ids), torch.tensor(ids)):
+        with pytest.raises(ValueError, match="Group ids must"):
+            grpo([1.0, 0, 1, 0], same, **kw)
+
+
+def test_arguments_beside_a_reward_batch_are_refused():
+    b = prepare([1.0, 0, 1, 0], [0, 0, 0, 0])
+    for kw in (dict(mask_NK=torch.ones(4)), dict(singleton="raw"), dict(dtype=torch.float64)):
+        with pytest.raises(ValueError, match="give them to `prepare`"):
+            grpo(b, b.groups, **kw)
+    with pytest.raises(ValueError, match="give them to `prepare`"):
+        grpo(b, [0, 0, 1, 1])
+    assert torch.equal(grpo(b, None), grpo([1.0, 0, 1, 0], [0] * 4))
+
+
+@pytest.mark.parametrize(
+    "scales, options, gates, warned",
+    [
+        ({"b": 10}, {}, [], True),
+        ({"b": 0}, {}, [], False),
+        ({"b": -1}, {}, [], False),
+        ({"b": 1e-5}, {}, [], False),
+        ({"b": 10}, {"scale": "none"}, [], False),
+        ({"b": 0.5}, {}, [Gate("a", on="b")], False),
+        ({"a": 2}, {}, [Gate("a", on="b")], True),
+    ],
+)
+def test_a_scale_is_called_without_effect_only_where_it_has_none(scales, options, gates, warned):
+    x = torch.rand(12, 2, generator=torch.Generator().manual_seed(0))
+    x[:, 1] = (x[:, 1] < 0.6).float()
+    config = dict(options=options, gates=gates)
+    run = lambda s: (
+        compute_advantages(
+            x, [0, 1] * 6, ["a", "b"], AdvantageConfig("gdpo", scales=s, **config)
+        ).values
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scaled = run(scales)
+    assert any("has no effect" in str(w.message) for w in caught) == warned
+    same = torch.allclose(scaled, run({}), atol=5e-3)
+    assert same == warned
+
+
+def test_a_closed_gate_invents_no_reward_where_its_condition_does_not_apply():
+    x = torch.tensor([[NAN, 1.0], [1.0, 2.0], [0.0, 3.0], [1.0, NAN]])
+    for how in ("zero_fill", "subgroup"):
+        got = gate(x, 1, 0, 1.0, how=how)[:, 1]
+        assert got.isnan().tolist() == [True, False, how == "subgroup", True]
+
+
+def test_names_twice_and_weights_as_text_are_refused():
+    with pytest.raises(ValueError, match="must differ"):
+        compute_advantages(torch.ones(2, 2), [0, 0], ["a", "a"])
+    with pytest.raises(ValueError, match="a sequence of 2 numbers"):
+        grpo(torch.ones(2, 2), [0, 0], "12")
+    for shape in ((2, 0), (2, 1, 0), (2, 0, 3)):
+        with pytest.raises(ValueError, match="Rewards must be"):
+            grpo(torch.ones(shape), [0, 0])

@@ -572,6 +572,22 @@ def test_the_report_stands_alone(tmp_path):
     assert "eval_greedy" in outside and "torch" in outside
 
 
+def test_functions_in_a_configuration_are_refused_before_training(tmp_path):
+    for arms, base in (
+        ({"a": {}}, {"filter_groups": {"metric": len}}),
+        ({"a": {"filter_groups.metric": [len]}}, None),
+    ):
+        with pytest.raises(ValueError, match="filter_groups.metric.* to the function .*len.*make="):
+            compare(arms, base, seeds=1, budget=Steps(1), dir=tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_start_and_an_end_are_no_course_in_time(tmp_path):
+    study = compare(ARMS, seeds=range(2), budget=Steps(3), dir=tmp_path / "d")
+    page = study.report(tmp_path / "r.html").read_text()
+    assert page.count("data:image/png;base64,") == 2 and "seconds: mean" not in page
+
+
 def test_another_metric_and_an_unknown_one(tmp_path):
     study = compare(ARMS, seeds=range(3), budget=Steps(3), dir=tmp_path)
     assert study.table("eval_greedy", "fast").frame["difference"][0] < 0

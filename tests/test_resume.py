@@ -530,7 +530,9 @@ def by_length(rollout):
 def test_a_function_in_the_configuration_has_to_be_passed_again(tmp_path):
     options = ["filter_groups.enable=true"]
     config = load_config(None, [*SMALL, *options, f"run.dir={tmp_path / 'r'}"])
-    config.filter_groups = dataclasses.replace(config.filter_groups, metric=["seq_reward", by_length])
+    config.filter_groups = dataclasses.replace(
+        config.filter_groups, metric=["seq_reward", by_length]
+    )
     data = Taskset.load(data_path("tasks/middle_train.jsonl"))
     parts = {"tasks": data, "rewards": {"thirds": thirds}}
     GRPO.from_config(config, **parts).fit(1).close()

@@ -12,6 +12,8 @@ import psutil
 import pytest
 import torch
 
+from grpo_nb.checkpoint import check_seal, latest
+from grpo_nb.cli import main
 from grpo_nb.core import seeded
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.rewards import RewardRunner, exact_answer
@@ -19,11 +21,15 @@ from grpo_nb.tasks import Taskset, data_path, overlap
 from grpo_nb.tracking import Run
 from grpo_nb.trainer import (
     GRPO,
+    LIMITS,
     GRPOConfig,
     TaskStream,
+    build_config,
     learning_rate,
     load_config,
+    open_policy,
     open_rewards,
+    parts_of,
 )
 
 RIGHT = exact_answer(extract="marker", marker="</think>")
@@ -277,3 +283,252 @@ def test_the_state_of_a_run_is_written_when_fit_ends(tmp_path):
     with pytest.raises(RuntimeError, match="callback"):
         trainer.fit()
     assert Run.open(tmp_path / "b").status["state"] == "failed"
+
+
+def outside(limit):
+    "Numbers that a range of LIMITS does not hold."
+    if limit == "any":
+        return []
+    bad = [math.nan] + [math.inf] * ("finite" in limit)
+    step = {">=": -1.0, ">": 0.0, "<=": 1.0, "<": 0.0}
+    signs = [c.split() for c in limit.split(", ") if c[0] in "<>"]
+    return bad + [float(bound) + step[sign] for sign, bound in signs]
+
+
+FULL = build_config(
+    GRPOConfig,
+    {
+        "advantage": {
+            "gates": [{"component": "a", "on": "b"}],
+            "scales": {"a": 1.0},
+            "weights": [1],
+        },
+        "update": {"loss": {"clip": {"low": 0.2}}},
+    },
+)
+FIELDS = [part for part in parts_of(FULL) if part[1] in LIMITS.get(part[0], {})]
+FREE = {
+    "advantage.options",
+    "update.loss.options",
+    "filter_groups.weights",
+}  # mappings of any names
+
+
+def test_every_range_belongs_to_a_field_of_the_configuration():
+    wanted = {(cls, name) for cls, names in LIMITS.items() for name in names}
+    assert wanted == {(cls, name) for cls, name, *_ in FIELDS}
+
+
+@pytest.mark.parametrize("cls, name, value, key", FIELDS, ids=[f[3] for f in FIELDS])
+def test_a_number_out_of_its_range_is_refused_with_its_key_before_anything_is_loaded(
+    cls, name, value, key
+):
+    for bad in outside(LIMITS[cls][name]):
+        given, place = bad, key
+        if math.isfinite(bad) and isinstance(value, int):
+            given = int(bad)
+        if key in FREE or isinstance(value, dict):
+            given, place = {"x": bad}, f"{key}.x"
+        elif name in ("betas", "band", "weights"):
+            given, place = [0.5, bad], f"{key}.1"
+        if "[0]" in key:
+            key, given = "advantage.gates", [{"component": "a", "on": "b", name: bad}]
+        tree = given
+        for part in reversed(key.split(".")):
+            tree = {part: tree}
+        with pytest.raises(ValueError) as e:
+            build_config(GRPOConfig, tree)
+        text = str(e.value)
+        assert text.startswith(f"{place} must be ") and "\n" not in text, text
+        assert text.endswith(f"got {bad}.") or text.endswith(f"got {given}."), text
+
+
+class Misnamed:
+    def on_stepp_end(self, trainer, row): ...
+
+
+class WrongArguments:
+    def on_evaluate(self, trainer): ...
+
+
+@pytest.mark.parametrize(
+    "callback, text",
+    [
+        (3, r"callbacks\[0\] is 3, which nothing would call"),
+        ("wandb", r"callbacks\[0\] is 'wandb', which nothing would call"),
+        (Misnamed(), r"\(Misnamed\): 'on_stepp_end'. Did you mean 'on_step_end'"),
+        (Misnamed, r"is the class Misnamed: give an object, Misnamed\(...\)"),
+        (
+            WrongArguments(),
+            r"on_evaluate is called with \(trainer, scores\), but takes \(trainer\)",
+        ),
+        (lambda row: None, r"on_step_end is called with \(trainer, row\), but takes \(row\)"),
+        (lambda: None, "on_step_end is called with"),
+    ],
+)
+def test_a_callback_that_would_never_be_called_is_refused_before_anything_is_loaded(callback, text):
+    config = load_config(None, ["policy.model=never/loaded"])
+    with pytest.raises(ValueError, match=text):
+        GRPO.from_config(config, callbacks=[callback])
+    trainer = make("steps=1")
+    trainer.callbacks.append(callback)
+    with pytest.raises(ValueError, match=text):
+        trainer.fit()
+    assert trainer.step_done == 0
+
+
+@pytest.mark.parametrize("steps", [1.5, 2.0, "2", -1, True])
+def test_fit_takes_whole_numbers_of_steps(steps, tmp_path, capsys):
+    trainer = make("steps=3", f"run.dir={tmp_path / 'run'}")
+    with pytest.raises(ValueError, match=r"fit\(steps\) must be a whole number >= 0, got"):
+        trainer.fit(steps)
+    assert not (tmp_path / "run").exists() and trainer.step_done == 0
+    with pytest.raises(ValueError, match=r"evaluate\(samples\) must be a whole number"):
+        trainer.evaluate(trainer.stream.tasks, samples=steps)
+    trainer.fit(0)
+    assert trainer.step_done == 0 and "Nothing left to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "# steps: 3\n", "{}", "---\n"])
+def test_an_empty_recipe_is_a_mistake(text, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(text)
+    for given in (recipe, str(recipe)):
+        for more in ([], ["steps=2"]):
+            with pytest.raises(ValueError, match="mine.yaml sets no key.*data:recipes/quick"):
+                load_config(given, more)
+    recipe.write_text("compare: {seeds: 2}")
+    with pytest.raises(ValueError, match="has only a compare block"):
+        load_config(recipe)
+
+
+def test_the_command_line_refuses_an_empty_recipe_and_says_what_the_defaults_are(tmp_path, capsys):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("")
+    for command in ("train", "config"):
+        assert main([command, str(recipe), "steps=2"]) == 2
+        assert "sets no key" in capsys.readouterr().err
+    small = ["steps=1", "train_batch_size=2", "num_generations=2", "policy.max_new_tokens=4"]
+    assert main(["train", *small, "eval.limit=2", "eval.samples=1", "run.progress=false"]) == 0
+    assert "The defaults (no recipe is given): 1 steps of 2 x 2 samples" in capsys.readouterr().out
+    for key, bad in (("workers", 0), ("threads", 1.5), ("seconds", -1), ("seeds", 0)):
+        assert main(["compare", "data:recipes/quickstart.yaml", f"compare.{key}={bad}"]) == 2
+        said = capsys.readouterr().err
+        assert f"compare.{key}" in said and str(bad) in said and len(said.splitlines()) == 1, said
+
+
+def press_twice(trainer, at):
+    "Ctrl-C during the `at`-th optimizer step, and once more: the second one interrupts at once."
+    calls = []
+
+    def press(*_):
+        calls.append(1)
+        if len(calls) == at:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return trainer.optimizer.register_step_post_hook(press)
+
+
+def test_without_a_directory_an_interrupt_does_not_speak_of_saving(capsys, tmp_path):
+    stop = lambda t, row: os.kill(os.getpid(), signal.SIGINT) if t.step_done == 1 else None
+    make("steps=3", callbacks=[stop]).fit()
+    said = capsys.readouterr().out
+    assert "then stopping without a checkpoint" in said and "saving" not in said
+    assert "Nothing is on the disk" in said and "trainer.save(folder)" in said
+    folder = f"run.dir={tmp_path / 'run'}"
+    make("steps=3", folder, "checkpoint.at_end=false", callbacks=[stop]).fit().close()
+    said = capsys.readouterr().out
+    assert (
+        "then stopping without a checkpoint" in said and "no checkpoint, so a new process" in said
+    )
+    trainer = make("steps=3", folder, callbacks=[stop]).fit()
+    trainer.close()
+    said = capsys.readouterr().out
+    assert "then saving a checkpoint" in said
+    assert f"A new process goes on with GRPO.load('{trainer.run.dir}')" in said
+    GRPO.load(trainer.run.dir, rewards={"right": RIGHT}).close()
+
+
+def test_a_second_interrupt_inside_an_update_says_what_is_left_and_keeps_the_checkpoint(
+    tmp_path, capsys
+):
+    options = ["steps=3", "update.num_epochs=3", "checkpoint.every=1"]
+    one = make(*options, f"run.dir={tmp_path / 'one'}").fit()
+    cut = make(*options, f"run.dir={tmp_path / 'cut'}")
+    press_twice(cut, 5)  # the second of three optimizer steps of step 2
+    with pytest.raises(KeyboardInterrupt):
+        cut.fit()
+    said = capsys.readouterr().out
+    assert "neither those of step 1 nor of step 2, so they are not trained on and not saved" in said
+    checkpoint = latest(tmp_path / "cut" / "checkpoints")
+    assert check_seal(checkpoint)["step"] == 1 and f"GRPO.load({str(checkpoint)!r})" in said
+    for go_on in (cut.fit, cut.save, cut.step):
+        with pytest.raises(ValueError, match="was broken off in the middle"):
+            go_on()
+    cut.close("interrupted")
+    again = GRPO.load(checkpoint, rewards={"right": RIGHT}, policy=make().policy)
+    again.fit()
+    assert one.differences(again) == []
+    one.close(), again.close()
+
+
+def test_an_update_that_fails_before_its_first_step_leaves_the_weights(capsys):
+    trainer = make("steps=3").fit(1)
+    before = weights(trainer)
+    trainer.optimizer.register_step_pre_hook(lambda *_: None)
+    good, trainer.policy.logp = trainer.policy.logp, lambda rollout: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(1)
+    assert "weights and optimizer are those of step 1" in capsys.readouterr().out
+    assert torch.equal(before, weights(trainer))
+    trainer.policy.logp = good
+    assert trainer.fit(1).step_done == 2
+
+
+def test_without_a_checkpoint_a_broken_update_says_that_nothing_is_left(capsys):
+    trainer = make("steps=3", "update.num_epochs=2")
+    press_twice(trainer, 1)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert "build the trainer again: nothing of it is on the disk" in capsys.readouterr().out
+
+
+def test_a_model_that_is_not_there_is_one_line_with_its_key(tmp_path):
+    for model, text in (
+        (
+            "nosuch",
+            "there is no folder 'nosuch' here, the Hugging Face cache does not hold it, and",
+        ),
+        (str(tmp_path), "holds no model that transformers can load"),
+        ("./nowhere", "No model folder"),
+        ("gguf:no_such_package", "is not installed"),
+        ("data:nosuch", "nosuch"),
+    ):
+        with pytest.raises(ValueError) as e:
+            open_policy(load_config(None, [f"policy.model={model}"]).policy)
+        said = str(e.value)
+        assert said.startswith("policy.model") and text in said and "\n" not in said, said
+    with pytest.raises(ValueError, match="policy: lora"):
+        open_policy(load_config(None, ["policy.lora={rank: 3}"]).policy)
+
+
+def test_a_run_that_is_there_is_refused_with_what_the_caller_can_do(tmp_path):
+    folder = f"run.dir={tmp_path / 'run'}"
+    make("steps=2", folder).fit(1).close()
+    with pytest.raises(FileExistsError) as e:
+        make("steps=2", folder, "run.if_exists=raise").fit()
+    assert f"GRPO.load({str(tmp_path / 'run')!r})" in str(e.value)
+    assert "run.if_exists=resume" in str(e.value) and "run.if_exists=number" in str(e.value)
+    assert "resume=True" not in str(e.value)
+    make("steps=2", folder, "run.if_exists=resume").fit().close()  # the first remedy
+    make("steps=2", f"run.dir={tmp_path / 'other'}").fit(1).close()
+    moved = [folder, "run.if_exists=raise"]
+    loaded = GRPO.load(tmp_path / "other", moved, rewards={"right": RIGHT})
+    with pytest.raises(FileExistsError) as e:
+        loaded.fit()
+    assert "run.if_exists=resume" not in str(e.value)  # another run's steps: it would be refused
+    GRPO.load(tmp_path / "run", ["steps=3"], rewards={"right": RIGHT}).fit().close()
+    numbered = GRPO.load(tmp_path / "other", [folder], rewards={"right": RIGHT}).fit()
+    numbered.close()
+    assert numbered.run.dir.name == "run-2"
