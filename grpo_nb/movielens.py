@@ -15,7 +15,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ from grpo_nb.ranking import (
     make_safety_reward,
     parse_rollout,
     ranking_metrics,
+    with_lists,
 )
 from .tasks import Task
 
@@ -169,6 +170,8 @@ def read_ml100k(
         if key not in first:
             first[key] = len(films)
             films.append(film)
+        genres = dict.fromkeys(films[first[key]].genres + film.genres)  # of both listings
+        films[first[key]] = replace(films[first[key]], genres=tuple(genres))
         index[row["item_id"]] = first[key]
     ratings = rows("inter")
     kept = [r for r in ratings if r["item_id"] in index]
@@ -237,13 +240,15 @@ def genre_risks(
     table: dict[str, dict[str, float]] | None = None,  # trait -> genre -> risk; None = GENRE_RISK
 ) -> dict[str, dict[str, float]]:  # "Title (Year)" -> trait -> risk, as `SafetyOracle` takes it
     "The risk of each film for each trait."
-    table = GENRE_RISK if table is None else table
+    table, genres = GENRE_RISK if table is None else table, {}
+    for film in films:
+        genres.setdefault(film.line, []).extend(film.genres)
     return {
-        film.line: {
-            trait: max((risk.get(g, 0.0) for g in film.genres), default=0.0)
+        line: {
+            trait: max((risk.get(g, 0.0) for g in found), default=0.0)
             for trait, risk in table.items()
         }
-        for film in films
+        for line, found in genres.items()
     }
 
 # %% ../nbs/07a_movielens.ipynb #5b357d94
@@ -448,10 +453,9 @@ class RankingPolicy(TokenPolicy):
         generator: torch.Generator,  # the only source of randomness
         greedy: bool = False,  # take the likeliest token instead
     ) -> Rollout:  # N = P * G lists; states["item"] (N, S) int64 rank index, -1 = no rank
-        "Draw G lists of each task."
+        "Draw G lists of each task; special tokens have no text."
         rollout = super().sample(tasks, num_generations, generator, greedy)
-        item_NS = parse_rollout(rollout, self.tokenizer, self.parser).item_NS
-        return rollout.replace(states=rollout.states | {"item": item_NS})
+        return with_lists(rollout, self.tokenizer, self.parser)
 
 # %% ../nbs/07a_movielens.ipynb #627cfe7f
 def judge(
@@ -462,6 +466,7 @@ def judge(
     at: Sequence[int] = (),  # cut-offs; default K
 ) -> dict:
     "Metrics of the lists, and the share of groups whose rewards differ at some rank."
+    rollout = with_lists(rollout, tokenizer, parser)
     lists = parse_rollout(rollout, tokenizer, parser).lists
     columns = {c: [t[c] for t in rollout.tasks] for c in ("relevant", "avoid")}
     out = ranking_metrics(

@@ -54,6 +54,7 @@ from grpo_nb.checkpoint import (
 from .core import Policy, Rollout, seed_of, seeded, unknown_name
 from .filter_groups import FilterGroupsConfig, GroupCollector, check_filter
 from .losses import Clip, LossConfig
+from .ranking import check_layouts, warn_cancelling_scales
 from .rewards import REWARDS, RewardConfig, RewardRunner
 from .scheduler import SELECTOR_KEYS, TasksetScheduler, read_recipe
 from .tasks import Task, Taskset, data_path
@@ -661,6 +662,12 @@ class GRPO:
                 functions, config=dataclasses.replace(c.rewards.run, seed=c.seed)
             )
         self.rewards = rewards
+        functions = {s.name: s.function for s in rewards.specs}
+        check_layouts(functions, getattr(policy, "parser", None))
+        compared = {g.on for g in c.advantage.gates}  # with a threshold: there a scale counts
+        warn_cancelling_scales(
+            {k: f for k, f in functions.items() if k not in compared}, c.advantage.mode
+        )
         if c.num_generations < 2:
             warnings.warn(
                 "num_generations=1: a sample without siblings has advantage 0, so nothing is learned.",

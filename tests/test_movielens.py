@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 from grpo_nb import movielens as ml
-from grpo_nb.advantages import AdvantageConfig, compute_advantages, spread_to_tokens
+from grpo_nb.advantages import AdvantageConfig, Gate, compute_advantages, spread_to_tokens
 from grpo_nb.compare import Samples, compare, set_keys
 from grpo_nb.core import concat, seeded
 from grpo_nb.losses import LossConfig
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.ranking import (
+    ListParser,
     SafetyOracle,
     make_relevance_reward,
     make_safe_reward,
@@ -116,7 +118,7 @@ def ranking_trainer(task, mode, rewards, **update):
         steps=1,
         train_batch_size=4,
         num_generations=4,
-        advantage=AdvantageConfig(mode=mode),
+        advantage=AdvantageConfig(mode=mode) if isinstance(mode, str) else mode,
         update=UpdateConfig(loss=loss, **update),
         optimizer=OptimizerConfig(lr=1e-3, warmup=0),
     )
@@ -140,6 +142,59 @@ def test_rank_advantages_land_on_the_tokens_of_their_item(task):
     read = torch.tensor([not x.parse_error for x in parsed.lists])
     has_reward_NK = ~torch.isnan(rollout.rewards_NRK).any(1)
     assert torch.equal(parsed.exists_NK[read], has_reward_NK[read]) and read.sum() > 8
+
+
+@pytest.mark.parametrize("where", [0, 1, 3, 4])
+def test_a_special_token_amid_a_list_moves_no_reward(task, where, monkeypatch):
+    "The sampler writes a padding token at this place of every list; each film is three tokens."
+    pad, sample = task.tokenizer.pad_token_id, TokenPolicy.sample
+
+    def with_pad(self, *args, **kwargs):
+        r = sample(self, *args, **kwargs)
+        ids_NS = r.states["completion_ids"].clone()
+        ids_NS[:, where + 1 :] = ids_NS[:, where:-1]
+        ids_NS[:, where] = pad
+        r = r.replace(states=r.states | {"completion_ids": ids_NS})
+        return r.replace(outputs=self.decode(ids_NS, r.mask_NS))
+
+    monkeypatch.setattr(TokenPolicy, "sample", with_pad)
+    hit = make_relevance_reward(task.parser, "exp_inf", missing=0.0)
+    trainer = ranking_trainer(task, "grpo", {"hit": hit})
+    rollout = trainer.collect()
+    assert not any("<pad>" in text for text in rollout.outputs)
+    paid = 0
+    for n in range(len(rollout)):
+        relevant, item_S = rollout.tasks[n]["relevant"], rollout.states["item"][n]
+        for k in range(8):
+            own = rollout.states["completion_ids"][n][item_S == k].tolist()
+            line = task.tokenizer.decode([i for i in own if i != pad]).strip()
+            hit = line in relevant
+            paid += hit
+            reward = rollout.rewards_NRK[n, 0, k].item()
+            assert reward == hit or reward == 0 and rollout.outputs[n].count(line) > 1, (n, k, line)
+    assert paid > 0
+
+
+def test_a_trainer_says_which_scales_cancel(task):
+    loud = make_safety_reward(task.parser, task.oracle, lambda_safe=10.0)
+    parts = {"relevance": make_relevance_reward(task.parser), "safety": loud}
+    for mode in ("gdpo", "mo_grpo", "saw", "gd2po"):
+        with pytest.warns(UserWarning, match="lambda_safe = 10 of reward 'safety' has no effect"):
+            ranking_trainer(task, mode, parts)
+    combined = {"safe": make_safe_reward(task.parser, task.oracle, lambda_safe=10.0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ranking_trainer(task, "grpo", parts)
+        ranking_trainer(task, "gdpo", combined)
+        ranking_trainer(task, "gdpo", rank_rewards(task))
+        gate = AdvantageConfig("gdpo", gates=[Gate("relevance", "safety", -1.0)])
+        ranking_trainer(task, gate, parts)  # here the scale decides when the gate opens
+
+
+def test_a_trainer_refuses_rewards_that_find_other_items(task):
+    other = ListParser(8, task.parser.catalogue)  # prose, which the policy's parser does not know
+    with pytest.raises(ValueError, match="Reward 'hit' finds items by"):
+        ranking_trainer(task, "grpo", {"hit": make_relevance_reward(other)})
 
 
 @pytest.mark.parametrize("mode", ["grpo", "gdpo"])
@@ -249,6 +304,11 @@ def test_unknown_text_is_refused_by_the_tokenizer():
     tokenizer = ml.film_tokenizer([ml.Film("Heat", 1995, ())])
     with pytest.raises(Exception, match="(?i)unk"):
         tokenizer("Fargo (1996)")
+
+
+def test_a_film_listed_twice_has_the_risks_of_both():
+    films = [ml.Film("Heat", 1995, g) for g in (("Crime",), ("Comedy",), ())]
+    assert ml.genre_risks(films) == {"Heat (1995)": {"fright": 0.3, "violence": 0.7}}
 
 
 @needs_wheel

@@ -235,6 +235,14 @@ def test_stop_token_is_in_the_mask_and_nothing_after_it(policy):
     )
 
 
+def test_outputs_show_special_tokens_so_that_padding_inside_an_answer_is_no_answer(policy):
+    tokenizer = policy.tokenizer
+    ids = tokenizer("4<pad>2")["input_ids"]
+    assert tokenizer.convert_tokens_to_ids("<pad>") in ids
+    ids_NS = torch.tensor([[*ids, policy.stop[0]]])
+    assert policy.decode(ids_NS, torch.ones_like(ids_NS, dtype=torch.bool)) == ["4<pad>2"]
+
+
 def test_zero_learning_rate_leaves_every_ratio_at_one(policy):
     r = policy.sample(TASKS, 4, seeded(9, "s"))
     adv = torch.randn(len(r), generator=seeded(0, "a"))

@@ -3,6 +3,7 @@
 import inspect
 import math
 import random
+import re
 import subprocess
 import sys
 import warnings
@@ -13,13 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.core import Groups, group_stats
+from grpo_nb.advantages import SCALE_FREE
+from grpo_nb.core import Groups, Rollout, group_stats, rollout_from_state, rollout_to_state
 from grpo_nb.ranking import (
     STATUSES,
     ListParser,
     SafetyOracle,
     Titles,
     broadcast_ranks,
+    check_layouts,
     discounts,
     exp_decay,
     exp_inf,
@@ -32,6 +35,7 @@ from grpo_nb.ranking import (
     make_safe_reward_func_individual,
     make_safety_reward,
     parse_list,
+    parse_rollout,
     rank_diagnostics,
     ranking_metrics,
     read_item,
@@ -39,7 +43,9 @@ from grpo_nb.ranking import (
     stack_lists,
     token_pieces,
     warn_cancelling_scales,
+    with_lists,
 )
+from grpo_nb.rewards import RewardRunner
 
 NAN = float("nan")
 FAST = settings(max_examples=60, deadline=None)
@@ -555,7 +561,293 @@ def test_refused_with_a_message(call, message):
 
 
 def test_old_penalty_of_a_rank_that_overflows_is_refused():
-    parser = ListParser(1)
-    reward = make_relevance_reward(parser, penalties={"overflow": 1.0})
     with pytest.raises(ValueError, match="Unknown item status 'overflow'"):
-        reward(["p"], ["A (1990)\nB (1991)"], relevant=[[]])
+        make_relevance_reward(ListParser(1), penalties={"overflow": 1.0})
+
+
+# ---------------------------------------------------------------- one parse for rewards and tokens
+
+
+def tokenizer_with_specials():
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    from tokenizers import AddedToken
+
+    tokenizer.add_tokens([AddedToken("<tool>", special=True), AddedToken("<think>", special=False)])
+    return tokenizer
+
+
+TOKENIZER = tokenizer_with_specials()
+SPECIALS = [TOKENIZER.convert_tokens_to_ids(x) for x in ("<pad>", "<turn>", "<tool>")]
+END = TOKENIZER.eos_token_id
+
+
+def rollout_of(answers, tasks=None, outputs=()):
+    "A rollout of one group with these token ids; what follows an answer is padding."
+    width = max(map(len, answers))
+    mask_NS = torch.tensor([[i < len(a) for i in range(width)] for a in answers])
+    return Rollout(
+        torch.zeros(len(answers)).long(),
+        [{"prompt": "p"}] * len(answers) if tasks is None else tasks,
+        {"completion_ids": torch.tensor([a + [0] * (width - len(a)) for a in answers])},
+        mask_NS,
+        torch.zeros(mask_NS.shape),
+        list(outputs),
+    )
+
+
+messy = st.lists(
+    st.one_of(
+        line.map(lambda x: TOKENIZER(x)["input_ids"]),
+        newline.map(lambda x: TOKENIZER(x)["input_ids"]),
+        st.sampled_from(SPECIALS).map(lambda x: [x]),
+        st.lists(st.integers(2, 250), max_size=3),  # any bytes
+        st.just(TOKENIZER("<think>千")["input_ids"]),
+        st.just([END]),
+    ),
+    min_size=1,
+    max_size=12,
+).map(lambda parts: sum(parts, []) or [END])
+
+
+@FAST
+@given(messy)
+def test_pieces_join_to_what_is_decoded_without_special_tokens(ids):
+    pieces = token_pieces(TOKENIZER, ids)
+    kept = ids[: ids.index(END)] if END in ids else ids
+    assert len(pieces) == len(ids)
+    assert "".join(p for p in pieces if p) == TOKENIZER.decode(kept, skip_special_tokens=True)
+    assert all(p is None for p, i in zip(pieces, ids) if i in (*SPECIALS, END))
+    assert "<turn>" not in "".join(p for p in pieces if p)
+
+
+@FAST
+@given(st.lists(messy, min_size=1, max_size=3), st.booleans())
+def test_rewards_read_the_items_that_the_tokens_have(answers, prose):
+    parser = ListParser(4, ["Heat (1995)", "Fargo (1996)"], prose=prose)
+    rollout = with_lists(rollout_of(answers), TOKENIZER, parser)
+    reward = make_relevance_reward(parser, "exp_inf", missing=-9.0, error=-9.0)
+    rows = reward(["p"] * len(answers), rollout.outputs, relevant=["Fargo (1996)"] * len(answers))
+    for text, row, item_S, ids in zip(rollout.outputs, rows, rollout.states["item"], answers):
+        parsed = parser(text)
+        spans = parser(token_pieces(TOKENIZER, ids))
+        assert facts(parsed) == facts(spans)
+        assert item_S[: len(ids)].tolist() == spans.item_of_token_S.tolist()
+        assert (np.array(row) == -9).tolist() == (
+            [True] * 4 if parsed.parse_error else [k >= len(parsed.ranked) for k in range(4)]
+        )
+        for rank, value in enumerate(row):
+            own = torch.tensor(ids)[item_S[: len(ids)] == rank].tolist()
+            assert value != 1 or "Fargo" in TOKENIZER.decode(own, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("special", [*SPECIALS, None])
+def test_a_special_token_amid_a_list_moves_no_reward(special):
+    between = [] if special is None else [special]
+    lines = [TOKENIZER(x)["input_ids"] for x in ("\nHeat (1995)", "\nAlien (1979)", "\nUp (2009)")]
+    ids = [*between, *lines[0], *between, *lines[1][:3], *between, *lines[1][3:], *lines[2], END]
+    parser = ListParser(3, prose=False)
+    seen_text = TOKENIZER.decode(ids[:-1])  # with special tokens, as a plain policy gives it
+    rollout = rollout_of([ids], outputs=[seen_text])
+    fixed = with_lists(rollout, TOKENIZER, parser)
+    assert fixed.outputs == ["\nHeat (1995)\nAlien (1979)\nUp (2009)"]
+    row = make_relevance_reward(parser, "exp_inf")(["p"], fixed.outputs, relevant=["Heat (1995)"])
+    assert row == [[1, 0, 0]]
+    on_tokens = broadcast_ranks(torch.tensor(row), fixed.states["item"])[0]
+    paid = [i for i, r in zip(ids, on_tokens.tolist()) if r]
+    assert "Heat (1995)" in TOKENIZER.decode(paid) and "Alien" not in TOKENIZER.decode(paid)
+    assert torch.equal(parse_rollout(fixed, TOKENIZER, parser).item_NS, fixed.states["item"])
+    if special is not None:
+        with pytest.raises(ValueError, match="Sample 0: rewards read"):
+            parse_rollout(rollout, TOKENIZER, parser)
+
+
+def test_any_stop_token_that_ended_an_answer_has_no_text():
+    stop = TOKENIZER("E")["input_ids"]
+    ids = [*TOKENIZER("Heat (1995)\n")["input_ids"], *stop]
+    parser = ListParser(3, prose=False)
+    rollout = rollout_of([ids, ids])
+    rollout = rollout.replace(info={"truncated": torch.tensor([False, True])})
+    shown = with_lists(rollout, TOKENIZER, parser)
+    assert shown.outputs == ["Heat (1995)\n", "Heat (1995)\nE"]
+    assert [int(x.max()) for x in shown.states["item"]] == [0, 1]
+
+
+def test_rewards_with_other_rules_than_the_policy_are_refused():
+    parser = ListParser(3, prose=False)
+    oracle = SafetyOracle({}, "safe")
+    pattern = "(?P<title>.*)/(?P<year>.*)"
+    for other in (
+        ListParser(3),
+        ListParser(2, prose=False),
+        ListParser(3, prose=False, pattern=pattern),
+    ):
+        for make in (
+            make_relevance_reward,
+            make_count_reward,
+            lambda p: make_safety_reward(p, oracle),
+            lambda p: make_safe_reward(p, oracle),
+        ):
+            with pytest.raises(ValueError, match="'mine' finds items by .* tokens of other items"):
+                check_layouts({"mine": make(other)}, parser)
+            check_layouts({"mine": make(ListParser(3, ["Heat (1995)"], prose=False))}, parser)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_lists_with_special_tokens_are_paid_right_and_can_be_stored(workers):
+    parser = ListParser(3, prose=False)
+    tasks = [{"prompt": "p", "relevant": "Heat (1995)"}] * 4
+    ids = [SPECIALS[0], *TOKENIZER("\nHeat (1995)\nAlien (1979)")["input_ids"], END]
+    rollout = with_lists(rollout_of([ids] * 4, tasks), TOKENIZER, parser)
+    with RewardRunner({"r": make_relevance_reward(parser, "exp_inf")}, workers=workers) as runner:
+        rollout = runner(rollout)
+    assert rollout.rewards[:, 0, :2].tolist() == [[1, 0]] * 4
+    assert rollout.rewards[:, 0, 2].isnan().all()
+    state = rollout_to_state(rollout)
+    again = rollout_from_state(state)
+    assert again.outputs == rollout.outputs
+    assert torch.equal(parse_rollout(again, TOKENIZER, parser).item_NS, rollout.states["item"])
+
+
+def test_columns_under_two_names_are_read_row_by_row():
+    tasks = [
+        {"prompt": "p", "seen": ["Heat"]},
+        {"prompt": "p", "seen_titles": "Heat"},
+        {"prompt": "p"},
+    ]
+    parser = ListParser(2, prose=False)
+    ids = TOKENIZER("Heat (1995)")["input_ids"]
+    parsed = parse_rollout(rollout_of([ids] * 3, tasks), TOKENIZER, parser)
+    assert [x.items[0].status for x in parsed.lists] == ["seen", "seen", "ok"]
+
+
+# ---------------------------------------------------------------- columns, tables, escapes
+
+
+def test_one_text_is_one_film():
+    parser, text = ListParser(2), "Heat (1995)\nAlien (1979)"
+    reward = make_relevance_reward(parser, "exp_inf")
+    call = dict(prompts=["p"], completions=[text])
+    assert reward(**call, relevant=["Heat (1995)"]) == reward(**call, relevant=[["Heat (1995)"]])
+    assert reward(**call, relevant=["Heat (1995)"]) == [[1, 0]]
+    assert reward(**call, relevant=["Heat (1995)"], seen=["heat"]) == [[0, 0]]
+    assert [i.status for i in ListParser(2, "Heat (1995)")(text).items] == ["ok", "unknown"]
+    assert parse_list(text, 2, seen="Heat (1995)").items[0].status == "seen"
+    metrics = ranking_metrics(
+        [parser(text)], ["Heat (1995)"], ["x"], SafetyOracle({"Heat (1995)": {"x": 1}}, "safe")
+    )
+    assert metrics["recall@2"] == 1 and metrics["svr@2"] == 0.5
+    with pytest.raises(ValueError, match="one text or None, got 7"):
+        reward(**call, relevant=[7])
+
+
+@pytest.mark.parametrize("nothing", [None, NAN])
+def test_a_column_that_does_not_apply_gives_no_reward(nothing):
+    parser, oracle = ListParser(2), SafetyOracle({"Heat (1995)": {"x": 1.0}}, "safe")
+    call = dict(prompts=["p"] * 2, completions=["Heat (1995)\nAlien (1979)", "no"])
+    relevance = make_relevance_reward(parser)(**call, relevant=[nothing] * 2)
+    safety = make_safety_reward(parser, oracle)(**call, avoid=[nothing] * 2)
+    assert np.isnan(relevance).all() and np.isnan(safety).all()
+    assert make_relevance_reward(parser, "exp_inf")(
+        **call, relevant=["Heat"] * 2, seen=[nothing] * 2
+    )[0] == [1, 0]
+    both = make_safe_reward(parser, oracle, "exp_inf")
+    assert both(**call, relevant=["Heat"] * 2, avoid=[nothing] * 2)[0] == [1, 0]
+    assert both(**call, relevant=[nothing] * 2, avoid=["x"] * 2)[0] == [-1, 0]
+
+
+def test_a_table_with_two_spellings_of_a_film_is_refused():
+    for first, last in ((1.0, 0.0), (0.0, 1.0)):
+        with pytest.raises(
+            ValueError, match="'Heat \\(1995\\)' and 'HEAT \\(1995\\)' are one film"
+        ):
+            SafetyOracle({"Heat (1995)": {"v": first}, "HEAT (1995)": {"v": last}}, "safe")
+    agreed = SafetyOracle({"Heat (1995)": {"v": 1.0}, ("heat ", 1995): {"v": 1.0}}, "safe")
+    assert agreed.violates("Heat", 1995, "v") == 1
+    assert len(Titles(["Heat (1995)", "HEAT (1995)"])) == 1  # in a catalogue both say the same
+
+
+ESCAPES = [
+    "Heat (1995)\n\nJaws, 1975",
+    "Heat (1995)\n\nJaws",
+    "Heat (1995)\n\nJaws, 1975.",
+    "Heat (1995)\nAirplane!",
+    "Heat (1995)\n\nBye.\nJaws",
+    "Heat (1995)\n\nAlien (1979)\n\nfoo bar",
+]
+
+
+@pytest.mark.parametrize("text", ESCAPES)
+def test_a_blank_line_does_not_excuse_a_malformed_line(text):
+    parser = ListParser(4)
+    reward = make_relevance_reward(parser, "exp_inf", penalties={"malformed": 1.0})
+    row = reward(["p"], [text], relevant=[[]])[0]
+    assert -1 in row and parser(text).items[-1].status == "malformed"
+    pieces = re.findall(r"\n+|[^\n]+", text)
+    assert parser(pieces).item_of_token_S[-1] == len(parser(text).items) - 1
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            lambda p: ListParser(3, prosee=False),
+            "Unknown rule of ListParser 'prosee'. Did you mean 'prose'",
+        ),
+        (lambda p: ListParser(2.5), "whole number >= 1, got 2.5"),
+        (lambda p: ListParser(3, tolerance=None), "tolerance must be a whole number of years"),
+        (lambda p: ListParser(3, memory=0), "memory must be a whole number >= 1"),
+        (
+            lambda p: ListParser(3, catalogue=7),
+            "a list of films or traits, one text or None, got 7",
+        ),
+        (lambda p: make_relevance_reward(p, penalties={"malform": 1}), "Did you mean 'malformed'"),
+        (
+            lambda p: make_relevance_reward(p, penalties={"seen": "1"}),
+            "must be a number >= 0, got '1'",
+        ),
+        (lambda p: make_relevance_reward(p, "exp", gamma=0.5), "gamma > 1, got 0.5"),
+        (lambda p: make_relevance_reward(p, missing=None), "missing must be a finite number"),
+        (
+            lambda p: make_safe_reward(p, SafetyOracle({}, "safe"), penalties={"sen": 1}),
+            "mean 'seen'",
+        ),
+        (
+            lambda p: make_safety_reward(p, SafetyOracle({}, "safe"), lambda_safe=math.inf),
+            "lambda_safe must be",
+        ),
+        (lambda p: make_count_reward(p, target=0), "target must be a whole number of items"),
+        (lambda p: SafetyOracle({}, None), "'safe', 'unsafe' or a number in \\[0, 1\\], got None"),
+        (lambda p: SafetyOracle(None, "safe"), "risks must map films to"),
+        (lambda p: SafetyOracle({"A": {"x": NAN}}, "safe"), "must be in \\[0, 1\\], got nan"),
+        (lambda p: SafetyOracle({}, "safe", threshold="high"), "threshold must be a risk"),
+        (lambda p: p(12), "An answer is text, token pieces, or chat turns"),
+        (lambda p: p([{"role": "assistant", "content": 3}]), "An answer is text"),
+    ],
+)
+def test_wrong_arguments_are_told_at_once(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(ListParser(2))
+
+
+def test_a_chat_turn_without_text_is_an_empty_list():
+    reward = make_relevance_reward(ListParser(2), error=-1.0)
+    for turn in ({"role": "assistant", "content": None}, {"role": "assistant"}):
+        assert reward(["p"], [[turn]], relevant=[["Heat"]]) == [[-1, -1]]
+
+
+@pytest.mark.parametrize("mode", sorted(SCALE_FREE))
+def test_scales_that_cancel_are_told_in_every_mode_that_divides_them_out(mode):
+    parser, oracle = ListParser(2), SafetyOracle({}, "safe")
+    with pytest.warns(UserWarning, match="penalty_safe = 3 .* advantage.weights"):
+        warn_cancelling_scales([make_safety_reward(parser, oracle, penalty_safe=3.0)], mode)
+    with pytest.warns(UserWarning, match="coefficient = 0.5 of reward 'count'"):
+        warn_cancelling_scales([make_count_reward(parser, 0.5)], mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for quiet in (
+            make_safety_reward(parser, oracle, penalty_safe=3.0, error=-1.0),
+            make_safety_reward(parser, oracle, lambda_safe=0.0),
+            make_safe_reward(parser, oracle, lambda_safe=3.0),
+        ):
+            warn_cancelling_scales([quiet], mode)
