@@ -11,13 +11,13 @@ __all__ = ['BUDGETS', 'SAME_FOR_ALL', 'REWARD_KEYS', 'MEAN', 'UNKNOWN', 'KEEP', 
            'lower_names', 'is_lower', 'numbers', 'measured_run', 'keep_scores', 'kept_scores', 'short_trace',
            'write_result', 'result_of', 'CpuSeconds', 'make_trainer', 'check_built', 'train_job', 'go_on',
            'start_scores', 'digest', 'run_job', 'seed_list', 'path_of', 'name_list', 'source_of', 'make_job',
-           'folder_of', 'is_fixed', 'Spec', 'grid', 'score', 'choose', 'twins', 'plain_or_id', 'code_of', 'Processes',
-           'place', 'finished', 'compact', 'evaluations', 'check_names', 'columns_of', 'at_the_edge', 'Study',
-           'is_stored', 'chosen_values', 'edges_of', 'selection', 'study_frame', 'Reporter', 'Names', 'run_missing',
-           'identity', 'plan_study', 'stored_study', 'chosen_as', 'compare', 'warn_of_edges', 'warn_of_twins',
-           'run_study', 'interval_of', 'Table', 'tex', 'scores_by_seed', 'study_table', 'directions', 'table_notes',
-           'common_curve', 'plot_study', 'inline_png', 'pairs_table', 'runs_table', 'evaluations_of', 'report_plots',
-           'tuning_text', 'write_report']
+           'folder_of', 'is_fixed', 'Spec', 'grid', 'score', 'choose', 'twins', 'plain_or_id', 'code_of',
+           'end_with_parent', 'Processes', 'place', 'finished', 'compact', 'evaluations', 'check_names', 'columns_of',
+           'at_the_edge', 'Study', 'is_stored', 'chosen_values', 'edges_of', 'selection', 'study_frame', 'Reporter',
+           'Names', 'run_missing', 'identity', 'plan_study', 'stored_study', 'chosen_as', 'compare', 'warn_of_edges',
+           'warn_of_twins', 'run_study', 'interval_of', 'Table', 'tex', 'scores_by_seed', 'study_table', 'directions',
+           'table_notes', 'common_curve', 'plot_study', 'inline_png', 'pairs_table', 'runs_table', 'evaluations_of',
+           'report_plots', 'tuning_text', 'write_report']
 
 # %% ../nbs/15_compare.ipynb #aa847a70
 import ast
@@ -1229,6 +1229,18 @@ def code_of(
     return (*parts, repr(function.__kwdefaults__), id(function.__globals__))
 
 # %% ../nbs/15_compare.ipynb #8de6a0d0
+def end_with_parent() -> None:
+    "End this process soon after the one that started it, however that one ended."
+    parent = os.getppid()
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 class Processes:
     "Worker processes (loky) that serve one job after the other; a dead one is replaced."
 
@@ -1251,7 +1263,9 @@ class Processes:
         i = self.idle.get()
         try:
             if self.pools[i] is None:
-                self.pools[i] = loky.ProcessPoolExecutor(1, env=self.env)
+                self.pools[i] = loky.ProcessPoolExecutor(
+                    1, env=self.env, initializer=end_with_parent
+                )
             return self.pools[i].submit(run_job, job).result()
         except loky.process_executor.BrokenProcessPool as e:
             if self.stopping:  # ended by us: not a result

@@ -5,6 +5,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -1030,3 +1032,48 @@ def test_a_study_without_curves_still_reports(tmp_path):
     assert "4 of 4 runs failed" in str(study.table())
     assert "Failed runs" in study.report(tmp_path / "r.html").read_text()
     assert isinstance(study, Study) and len(study.curves()) == 0
+
+
+SLEEPERS = """
+import os, sys, time
+from grpo_nb.compare import Steps, compare
+
+class Sleeper:
+    def __init__(self, seed):
+        self.history = []
+    def fit(self, steps):
+        open(os.path.join(sys.argv[1], f"pid-{os.getpid()}"), "w").close()
+        time.sleep(600)
+    def evaluate(self):
+        return {"eval_sampled": 0.5}
+
+if __name__ == "__main__":
+    where = sys.argv[1]
+    def arm(seed, dir, where=where):
+        sys.argv[1:] = [where]
+        return Sleeper(seed)
+    compare({"a": arm}, seeds=2, budget=Steps(1), dir=os.path.join(where, "d"), workers=2)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_no_worker_outlives_the_study(tmp_path, how):
+    script = tmp_path / "sleepers.py"
+    script.write_text(SLEEPERS)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, script, tmp_path], env=env)
+    workers = lambda: [int(p.name[4:]) for p in tmp_path.glob("pid-*")]
+    alive = lambda pid: (
+        Path(f"/proc/{pid}/stat").exists()
+        and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    )
+    wait = time.monotonic() + 60
+    while len(workers()) < 2 and time.monotonic() < wait:
+        time.sleep(0.1)
+    assert len(workers()) == 2 and all(map(alive, workers()))
+    parent.send_signal(how)
+    parent.wait(30)
+    wait = time.monotonic() + 15
+    while any(map(alive, workers())) and time.monotonic() < wait:
+        time.sleep(0.1)
+    assert not any(map(alive, workers()))
