@@ -128,10 +128,10 @@ def _integer_ids(ids: np.ndarray | Sequence) -> np.ndarray:
     start = _run_starts(ids)
     heads = ids[start].tolist()
     seen = set(heads)
-    odd = next((h for h in seen if h is None or isinstance(h, (bool, float, complex))), "")
-    if ids.dtype.kind in "bfc" or odd != "":
+    odd = {k.__name__ for k in set(map(type, heads)) & {type(None), bool, float, complex}}
+    if odd:
         raise ValueError(
-            f"Group ids must be integers or strings, got {odd!r} (dtype {ids.dtype}). Give one id per sample."
+            f"Group ids must be integers or strings, got {', '.join(sorted(odd))}. Give one id per sample."
         )
     numbers = np.arange(len(heads))
     if len(seen) < len(heads):  # an id comes back
