@@ -17,7 +17,7 @@ SITE = ROOT / "_docs"
 
 def page_name(notebook: Path) -> str:
     "nbdev's output name: 00_core.ipynb -> core.html, 04_policies.tokens.ipynb -> policies.tokens.html."
-    return re.sub(r"^\d+[a-z]?_", "", notebook.stem) + ".html"
+    return re.sub(r"^\d+_", "", notebook.stem) + ".html"
 
 
 def main():
@@ -38,7 +38,7 @@ def main():
     (proc / "sidebar.yml").write_text(sidebar, encoding="utf-8")
     for nb in proc.rglob("*.ipynb"):  # links in markdown name notebooks by their files
         text = nb.read_text(encoding="utf-8")
-        text = re.sub(r"\]\(((?:\.\./|tutorials/)*)\d+[a-z]?_([\w.]+\.ipynb)", r"](\1\2", text)
+        text = re.sub(r"\]\(((?:[\w.]+/)*)\d+_([\w.]+\.ipynb)", r"](\1\2", text)
         nb.write_text(text, encoding="utf-8")
     shutil.rmtree(SITE, ignore_errors=True)
     subprocess.run(["smalldocs", "render", str(proc)], check=True)

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
-from grpo_nb import checkpoint, trainer
-from grpo_nb.checkpoint import latest
+from grpo_nb import trainer
+from grpo_nb.lab import checkpoint
+from grpo_nb.lab.checkpoint import latest
+from grpo_nb.lab.record import is_timing, read_jsonl
 from grpo_nb.tasks import Taskset, data_path
-from grpo_nb.tracking import is_timing, read_jsonl
 from grpo_nb.trainer import GRPO, load_config
 
 COMMON = ["run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "train_batch_size=4", "steps=8", "threads=1",
@@ -84,7 +85,7 @@ def diffusion(folder):
 
 def ranking(folder):
     "Lists of films, rewards per rank, advantages on the tokens of each item."
-    from grpo_nb import movielens as ml
+    from grpo_nb.applications import movielens as ml
     from grpo_nb.ranking import make_relevance_reward, make_safety_reward
 
     task = folder.parent / "task"

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from grpo_nb.cli import main
-from grpo_nb.compare import (
+from grpo_nb.lab.record import DirLock, RunLocked
+from grpo_nb.lab.study import (
     Samples,
     Seconds,
     Spec,
@@ -43,7 +44,6 @@ from grpo_nb.compare import (
     to_budget,
 )
 from grpo_nb.tasks import data_path
-from grpo_nb.tracking import DirLock, RunLocked
 from grpo_nb.trainer import GRPO, load_config
 
 COUNTS = {"made": 0}
@@ -807,11 +807,7 @@ def test_cpu_seconds_are_those_of_training(tmp_path):
 
 
 def test_stored_studies_of_the_tutorials_are_read():
-    files = [
-        f
-        for f in (ROOT / "nbs/tutorials/studies").glob("*.json")
-        if '"runs"' in f.read_text()[-400000:]
-    ]
+    files = [f for f in (ROOT / "studies").glob("*.json") if '"runs"' in f.read_text()[-400000:]]
     for file in files:
         if "spec" in json.loads(file.read_text()):
             study = Study.load(file)
@@ -939,8 +935,8 @@ def test_the_mean_over_a_run_can_be_the_score(tmp_path):
 
 
 def test_a_diffusion_policy_is_compared_like_any_other(tmp_path):
+    from grpo_nb.applications.motion import motion_config, reach, reach_policy, reach_tasks
     from grpo_nb.core import seeded
-    from grpo_nb.motion import motion_config, reach, reach_policy, reach_tasks
     from grpo_nb.trainer import GRPO
 
     def make(config, reduce="sum"):
@@ -1036,7 +1032,7 @@ def test_a_study_without_curves_still_reports(tmp_path):
 
 SLEEPERS = """
 import os, sys, time
-from grpo_nb.compare import Steps, compare
+from grpo_nb.lab.study import Steps, compare
 
 class Sleeper:
     def __init__(self, seed):

@@ -9,10 +9,10 @@ import torch
 from grpo_nb.cli import main
 from grpo_nb.core import Rollout
 from grpo_nb.filter_groups import FilterGroupsConfig, GroupCollector
+from grpo_nb.lab.record import Run as LoggedRun
 from grpo_nb.scheduler import TasksetScheduler
 from grpo_nb.selectors import SELECTORS, TaskSelectorConfig
 from grpo_nb.tasks import Task, Taskset, data_path
-from grpo_nb.tracking import Run as LoggedRun
 from grpo_nb.trainer import load_config, open_stream
 
 SIZES = {"easy": 17, "middle": 40, "hard": 9}
@@ -205,7 +205,7 @@ def test_recipe_moves_from_easy_to_hard():
     kinds = [s.config.selector_type for s in stream.selectors]
     assert kinds == ["greso", "difficulty_based", "difficulty_based"]
     middle = stream.selectors[1]
-    weak = Taskset.load(data_path("anchors/middle_train.jsonl")).column("weak")
+    weak = Taskset.load(data_path("pass_rates/middle_train.jsonl")).column("weak")
     assert (middle.estimator.weak == weak).all()
 
 

@@ -43,7 +43,7 @@ def model():
 def test_files_are_those_of_the_manifest():
     found = {
         p.relative_to(DATA).as_posix()
-        for d in ("anchors", "tasks", "tiny-llama")
+        for d in ("pass_rates", "tasks", "tiny-llama")
         for p in (DATA / d).iterdir()
     }
     assert found == set(MANIFEST["files"])
@@ -101,7 +101,7 @@ def test_the_task_files_are_made_again_by_their_command(build):
 
 @pytest.mark.parametrize("level", list(LEVELS))
 def test_anchors_are_pass_rates_of_every_training_task(level, build):
-    tasks, rates = (Taskset.load(f"{d}/{level}_train.jsonl") for d in ("tasks", "anchors"))
+    tasks, rates = (Taskset.load(f"{d}/{level}_train.jsonl") for d in ("tasks", "pass_rates"))
     assert (tasks.prompt_keys() == rates.prompt_keys()).all()
     weak, strong = (rates.column(k) for k in build.ANCHORS)
     for name, x in (("weak", weak), ("strong", strong)):
@@ -111,11 +111,11 @@ def test_anchors_are_pass_rates_of_every_training_task(level, build):
 
 
 def test_mixed_pool_is_the_first_tasks_of_every_level(build):
-    mixed = Taskset.load("anchors/mixed_train.jsonl")
+    mixed = Taskset.load("pass_rates/mixed_train.jsonl")
     assert len(mixed) == len(LEVELS) * build.MIXED
     for i, level in enumerate(LEVELS):
         part = slice(i * build.MIXED, (i + 1) * build.MIXED)
-        for d in ("tasks", "anchors"):
+        for d in ("tasks", "pass_rates"):
             first = Taskset.load(f"{d}/{level}_train.jsonl")[: build.MIXED]
             for a, b in zip(mixed[part], first):
                 assert a.prompt == b.prompt and b.columns.items() <= a.columns.items()

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from grpo_nb.core import concat, seeded
-from grpo_nb.losses import Clip, LossConfig
-from grpo_nb.motion import (
+from grpo_nb.applications.motion import (
     MotionMLP,
     Recordings,
     beat,
@@ -32,6 +30,8 @@ from grpo_nb.motion import (
     reach_reward,
     reach_tasks,
 )
+from grpo_nb.core import concat, seeded
+from grpo_nb.losses import Clip, LossConfig
 from grpo_nb.policies.diffusion import (
     DiffusionPolicy,
     Sampler,

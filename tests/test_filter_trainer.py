@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from grpo_nb.filter_groups import FilterCapError, FilterGroupsConfig
+from grpo_nb.lab.record import Run
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.rewards import exact_answer
 from grpo_nb.tasks import Task, Taskset, data_path
-from grpo_nb.tracking import Run
 from grpo_nb.trainer import GRPO, TaskStream, learning_rate, load_config
 
 RIGHT = exact_answer(extract="marker", marker="</think>")

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_nb import movielens as ml
 from grpo_nb.advantages import AdvantageConfig, Gate, compute_advantages, spread_to_tokens
-from grpo_nb.compare import Samples, compare, set_keys
+from grpo_nb.applications import movielens as ml
 from grpo_nb.core import concat, seeded
+from grpo_nb.lab.study import Samples, compare, set_keys
 from grpo_nb.losses import LossConfig
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.ranking import (
@@ -51,7 +51,7 @@ def task(folder):
 
 def test_the_package_that_carries_the_data_is_not_imported():
     code = (
-        "import sys; from grpo_nb.movielens import find_ml100k; find_ml100k(); "
+        "import sys; from grpo_nb.applications.movielens import find_ml100k; find_ml100k(); "
         "print([m for m in ('recbole', 'transformers', 'pandas') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -238,7 +238,7 @@ def test_padding_of_the_item_index_is_never_read(task):
 
 
 def test_the_study_tunes_on_other_users_and_keeps_numbers_only(task, folder, tmp_path, monkeypatch):
-    sys.path.insert(0, str(ROOT / "nbs" / "tutorials" / "studies"))
+    sys.path.insert(0, str(ROOT / "studies"))
     import safe_ranking as films
 
     monkeypatch.setattr(films, "VALIDATION", 20)

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_nb import checkpoint
-from grpo_nb.checkpoint import (
+from grpo_nb.lab import checkpoint
+from grpo_nb.lab.checkpoint import (
     CheckpointError,
     check_seal,
     checkpoints,
@@ -24,8 +24,8 @@ from grpo_nb.checkpoint import (
     read_state,
     seal,
 )
+from grpo_nb.lab.record import RunLocked, read_jsonl
 from grpo_nb.tasks import Taskset, data_path
-from grpo_nb.tracking import RunLocked, read_jsonl
 from grpo_nb.trainer import GRPO, Paused, check_resume, load_config
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,8 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb import plots, tracking
-from grpo_nb.tracking import (
+from grpo_nb.lab import plots
+from grpo_nb.lab import record as tracking
+from grpo_nb.lab.record import (
     Counters,
     Run,
     RunLocked,
@@ -56,7 +57,7 @@ def python(code, *args, **kw):
 
 
 def test_module_loads_without_torch_or_plotting():
-    code = "import sys, grpo_nb.tracking; print([m for m in ('torch','pandas','matplotlib','wandb','yaml') if m in sys.modules])"
+    code = "import sys, grpo_nb.lab.record; print([m for m in ('torch','pandas','matplotlib','wandb','yaml') if m in sys.modules])"
     child = python(code, stdout=subprocess.PIPE, text=True)
     assert child.communicate()[0].strip() == "[]"
 
@@ -260,7 +261,7 @@ def test_state_says_how_it_ended(tmp_path):
 
 WRITER = """
     import sys
-    from grpo_nb.tracking import Run
+    from grpo_nb.lab.record import Run
     run = Run.create(sys.argv[1], {"a": 1})
     step = 0
     while True:
@@ -321,7 +322,7 @@ def test_lock_goes_with_the_object(tmp_path):
 def test_a_forked_child_does_not_release_the_lock(tmp_path):
     code = """
         import os, sys
-        from grpo_nb.tracking import Run
+        from grpo_nb.lab.record import Run
         run = Run.create(sys.argv[1])
         pid = os.fork()
         if not pid:
@@ -342,7 +343,7 @@ def test_race_for_a_stale_lock_has_one_winner(tmp_path):
     (tmp_path / "r/lock").write_text(json.dumps(owner))
     code = """
         import sys
-        from grpo_nb.tracking import Run, RunLocked
+        from grpo_nb.lab.record import Run, RunLocked
         run = Run.open(sys.argv[1])
         sys.stdin.readline()
         try:

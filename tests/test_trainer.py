@@ -12,13 +12,13 @@ import psutil
 import pytest
 import torch
 
-from grpo_nb.checkpoint import check_seal, latest
 from grpo_nb.cli import main
 from grpo_nb.core import seeded
+from grpo_nb.lab.checkpoint import check_seal, latest
+from grpo_nb.lab.record import Run
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.rewards import RewardRunner, exact_answer
 from grpo_nb.tasks import Taskset, data_path, overlap
-from grpo_nb.tracking import Run
 from grpo_nb.trainer import (
     GRPO,
     LIMITS,

@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from grpo_nb.movielens import WarmStart, build_task, load_movies
+from grpo_nb.applications.movielens import WarmStart, build_task, load_movies
 
 ROOT = Path(__file__).resolve().parents[2]
 

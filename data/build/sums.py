@@ -8,7 +8,7 @@
 No network is used: the problems come from reasoning-gym's chain_sum generator and the model is trained from random
 weights. OUT receives tasks/*.jsonl, tiny-llama/, manifest.json, and the measured table of README.md if there is one.
 The anchors are the models that --target 0.2 and --target 0.8 give, and their pass rates on every training task become
-anchors/*.jsonl; the first of each level, together, are anchors/mixed_train.jsonl. `--anchors weak` and `--anchors strong` do one of the two.
+pass_rates/*.jsonl; the first of each level, together, are pass_rates/mixed_train.jsonl. `--anchors weak` and `--anchors strong` do one of the two.
 What this leaves out: learning rate decay, weight averaging, any choice of the best step. The start has to be half-trained.
 """
 
@@ -273,7 +273,7 @@ def trained(tokenizer, sets, args):
 
 
 def write_anchors(tokenizer, sets, args, name):
-    "Pass rates of one anchor on every training task, beside those of the other in anchors/*.jsonl; what the manifest says of it."
+    "Pass rates of one anchor on every training task, beside those of the other in pass_rates/*.jsonl; what the manifest says of it."
     args = argparse.Namespace(**{**vars(args), "target": ANCHORS[name]})
     model, history, generator = trained(tokenizer, sets, args)
     found = {"target": args.target, "steps": history[-1][0], "sampled dev accuracy": history[-1][2]}
@@ -284,7 +284,7 @@ def write_anchors(tokenizer, sets, args, name):
             part = rows[start : start + 250]
             rates += accuracy(model, tokenizer, part, ANCHOR_SAMPLES, generator).tolist()
         found["pass rate"][level] = round(sum(rates) / len(rates), 4)
-        path = args.out / "anchors" / f"{level}_train.jsonl"
+        path = args.out / "pass_rates" / f"{level}_train.jsonl"
         old = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
         old = old or [{} for _ in rows]
         if len(old) != len(rows) or any(
@@ -305,14 +305,14 @@ def write_mixed(out, sets):
     "The first training tasks of every level with the pass rates of both anchors, as one pool for selectors."
     lines = []
     for level in LEVELS:
-        path = out / "anchors" / f"{level}_train.jsonl"
+        path = out / "pass_rates" / f"{level}_train.jsonl"
         rates = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
         if not rates or set(ANCHORS) - set(rates[0]):
             return
         pairs = zip(sets[level]["train"][:MIXED], rates)
         lines += [{**task, **rate, "level": level} for task, rate in pairs]
     text = "".join(json.dumps(x) + "\n" for x in lines)
-    (out / "anchors" / "mixed_train.jsonl").write_text(text, encoding="utf-8")
+    (out / "pass_rates" / "mixed_train.jsonl").write_text(text, encoding="utf-8")
 
 
 def measure(model, tokenizer, sets, generator):
@@ -352,7 +352,7 @@ def in_words(task):
 
 def hashes(out):
     "Size and sha256 of everything shipped."
-    folders = [out / d for d in ("anchors", "tasks", "tiny-llama") if (out / d).is_dir()]
+    folders = [out / d for d in ("pass_rates", "tasks", "tiny-llama") if (out / d).is_dir()]
     files = sorted(p for d in folders for p in d.iterdir())
     return {
         p.relative_to(out).as_posix(): {

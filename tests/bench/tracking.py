@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_nb.tracking import Counters, Run
+from grpo_nb.lab.record import Counters, Run
 
 
 def full_row(step: int, rng) -> dict:

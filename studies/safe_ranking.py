@@ -2,9 +2,9 @@
 
     pip install --no-deps recbole==1.2.1
     python data/build/movielens_task.py --out .cache/movielens
-    python nbs/tutorials/studies/safe_ranking.py        the data's checksums and the lists of popular films
+    python studies/safe_ranking.py        the data's checksums and the lists of popular films
 
-The comparison itself is the call of `compare` in the notebook: without safe_ranking.json beside this file it trains what is
+The comparison itself is the call of `lab.study` in the notebook: without safe_ranking.json beside this file it trains what is
 missing (about a quarter of an hour on one core) and goes on where it was stopped. What is stored are numbers: no titles, no
 ratings, no weights.
 """
@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_nb.core import seeded
-from grpo_nb.movielens import (
+from grpo_nb.applications.movielens import (
     MovieTask,
     RankingPolicy,
     load_movies,
@@ -26,6 +25,7 @@ from grpo_nb.movielens import (
     popular_lists,
     split_users,
 )
+from grpo_nb.core import seeded
 from grpo_nb.ranking import (
     ParsedList,
     discounts,
@@ -40,7 +40,7 @@ from grpo_nb.ranking import (
 )
 from grpo_nb.trainer import GRPO, GRPOConfig
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[1]
 LISTS = Path(__file__).with_name("safe_ranking_lists.json")
 VALIDATION = 100  # last training rows, of users of their own: only for choosing learning rates
 BASE = {

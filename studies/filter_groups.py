@@ -1,7 +1,7 @@
 """Filtering on and off on easy, middle and hard sums: the studies that filter_groups.ipynb reads.
 
-    OMP_NUM_THREADS=1 python nbs/tutorials/studies/filter_groups.py             what is missing of all three, and the pools
-    OMP_NUM_THREADS=1 python nbs/tutorials/studies/filter_groups.py hard        one of them
+    OMP_NUM_THREADS=1 python studies/filter_groups.py             what is missing of all three, and the pools
+    OMP_NUM_THREADS=1 python studies/filter_groups.py hard        one of them
 
 A study is one call of `compare`: both arms get the same samples, and the same learning rates to choose from, tried on
 another seed and other problems than those reported; they share start, order of tasks and held-out problems by seed. A run that is
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_nb.compare import Samples, compare
 from grpo_nb.core import seeded
 from grpo_nb.filter_groups import keep_groups
+from grpo_nb.lab.study import Samples, compare
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO, load_config
 
