@@ -47,7 +47,7 @@ from grpo_nb.lab.study import (
 from .core import unknown_name
 from .filter_groups import format_summary, parse_filter_logs
 from .tasks import data_path
-from .lab.record import RunLocked, flat_keys, plain, write_atomic
+from .lab.record import RunLocked, flat_keys, hide_secrets, plain, write_atomic
 from grpo_nb.trainer import (
     GRPO,
     GRPOConfig,
@@ -406,7 +406,9 @@ def yaml_value(value) -> str:
     "A value on one line of YAML."
     import yaml
 
-    text = yaml.safe_dump(plain(value), default_flow_style=True, width=10**6, sort_keys=False)
+    text = yaml.safe_dump(
+        hide_secrets(plain(value)), default_flow_style=True, width=10**6, sort_keys=False
+    )
     return text.removesuffix("...\n").strip()
 
 # %% ../nbs/07_cli.ipynb #f69ccd1d

@@ -63,10 +63,12 @@ from grpo_nb.lab.record import (
     Progress,
     Run,
     RunLocked,
+    hide_secrets,
     is_run,
     is_timing,
     plain,
     read_jsonl,
+    refuse_hidden,
 )
 from .update import KLStop, UpdateConfig, update
 
@@ -729,6 +731,9 @@ class GRPO:
         "Model, tasks and rewards as the configuration names them."
         check_limits(config)
         check_callbacks(kwargs.get("callbacks", ()))
+        own = {"policy.": policy, "tasks.": tasks, "rewards.functions.": rewards}
+        unused = tuple(k for k, given in own.items() if given is not None)
+        refuse_hidden(config_tree(config), unused)
         if policy is None:
             policy = open_policy(config.policy)
         rewards = open_rewards(config.rewards) if rewards is None else rewards
@@ -1504,7 +1509,7 @@ def state_dict(
         "judged": list(self._judged),
         "policy_version": self.policy_version,
         "generators": {k: g.get_state() for k, g in self.generators.items()},
-        "config": plain(config_tree(self.config)),
+        "config": hide_secrets(plain(config_tree(self.config))),
         "functions": functions_in(self.config),
     }
     parts = {

@@ -57,6 +57,7 @@ from grpo_nb.lab.record import (
     environment,
     finite,
     flat_keys,
+    hide_secrets,
     json_line,
     keep_until,
     plain,
@@ -688,7 +689,8 @@ def result_of(
 ) -> dict:
     "The record of a run."
     keep = ("key", "phase", "variant", "seed", "overrides")
-    return {k: job[k] for k in keep} | {"status": "done", "error": None, "ended": None} | facts
+    told = hide_secrets({k: job[k] for k in keep})
+    return told | {"status": "done", "error": None, "ended": None} | facts
 
 # %% ../../nbs/lab/06_study.ipynb #980d0e6e
 class CpuSeconds:
@@ -819,7 +821,7 @@ def start_scores(
         return evaluate()
     policy = {k: v for k, v in job["overrides"].items() if k.startswith(("policy", "make."))}
     same = [job["base"], policy, job["seed"], job["evaluate_source"], job.get("build_source")]
-    file = Path(job["dir"]).parent / f"start-{digest(same)}.json"
+    file = Path(job["dir"]).parent / f"start-{digest(hide_secrets(same))}.json"
     with contextlib.suppress(OSError, ValueError):
         return json.loads(file.read_text())
     scores = evaluate()
@@ -954,7 +956,7 @@ def make_job(
     identity = {k: v for k, v in job.items() if k not in ("base", "variant")}
     identity |= {"base": changes(base, base_tree(None)), "of": variant if own else None}
     identity["base"] = {k: v for k, v in identity["base"].items() if not is_fixed(k)}
-    job["key"] = digest(identity)
+    job["key"] = digest(hide_secrets(identity))
     job["threads"], job["metric"] = spec.threads, spec.metric
     folder = folder_of(variant)
     if [folder_of(name) for name in spec.variants].count(folder) > 1:
@@ -1115,7 +1117,7 @@ class Spec:
         more = {"make": source_of(self.make)} if self.make else {}
         if self.lower_is_better:
             more["lower_is_better"] = self.lower_is_better
-        return {
+        told = {
             "variants": {k: arm(v) for k, v in self.variants.items()},
             "base": {k: v for k, v in base.items() if not is_fixed(k)},
             "seeds": list(self.seeds),
@@ -1125,7 +1127,8 @@ class Spec:
             "evaluate": source_of(self.evaluate),
             "metric": self.metric,
             "max_seconds": self.max_seconds,
-        } | more
+        }
+        return hide_secrets(told | more)
 
 # %% ../../nbs/lab/06_study.ipynb #5ac5572e
 def grid(
@@ -1167,7 +1170,9 @@ def choose(
     for r in results:
         if r["phase"] == "tune" and r["variant"] == variant:
             found.setdefault(digest(r["overrides"]), []).append(score(r, spec.metric))
-    means = [np.mean(found.get(digest(given | plain(o)), [math.nan])) for o in options]
+    means = [
+        np.mean(found.get(digest(hide_secrets(given | plain(o))), [math.nan])) for o in options
+    ]
     if all(math.isnan(m) for m in means):
         raise ValueError(
             f"Every tuning run of variant {variant!r} failed or lacks {spec.metric!r}: there is nothing to choose from."

@@ -1,0 +1,163 @@
+"Secrets: hidden in everything that leaves the process, never in what trains."
+
+import json
+
+import pytest
+import torch
+
+from grpo_nb.lab.record import HIDDEN, hidden_keys, hide_secrets, refuse_hidden
+from grpo_nb.lab.study import Steps, compare
+from grpo_nb.rewards import REWARDS
+from grpo_nb.trainer import GRPO, load_config
+
+KEY, WORD = "sk-test-0123456789abcdefghij", "open sesame"
+
+SECRETS = {
+    "token": "x",
+    "openai_key": "x",
+    "api_keys": ["x", "y"],
+    "apiKey": "x",
+    "OPENAI_API_KEY": "x",
+    "headers": {"Authorization": "x", "X-Auth": "x"},
+    "auth": {"user": "x", "code": "x"},
+    "private_key": "x",
+    "pwd": 1234,
+    "bearer": "x",
+    "secret_word": "x",
+    "credentials": [{"file": "x"}],
+    "url": "https://user:pw@host/x",
+    "urls": ["postgres://:pw@host/db"],
+    "note": "-----BEGIN RSA PRIVATE KEY-----",
+    "extra": ["Bearer abcdefghijklmnop", KEY, "hf_abcdefghijklmnopqrst", "ghp_" + "a" * 36],
+}
+OPEN = {
+    "eos_token": "</s>",
+    "pad_token": "<pad>",
+    "max_tokens": 5,
+    "tokens": 5000,
+    "prompt_key": "question",
+    "response_key": "solution",
+    "tokenizer": "data:tiny-llama",
+    "hf_tokenizer": "gpt2",
+    "author": "x",
+    "key": "judge",
+    "loss": "token_mean",
+    "url": "https://host:8000/v1",
+    "prompt": "Basic arithmetic. Bearer bonds: what is 2+2?",
+    "commit": "da39a3ee5e6b4b0d3255bfef95601890afd80709",
+    "task": "sk-learn",
+    "empty_secret": "",
+    "use_auth": True,
+    "password": None,
+}
+
+
+def leaves(tree):
+    if isinstance(tree, dict | list):
+        values = tree.values() if isinstance(tree, dict) else tree
+        return [x for v in values for x in leaves(v)]
+    return [tree]
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_secrets_are_hidden_by_name_or_look_at_any_depth(name):
+    for tree in ({name: SECRETS[name]}, {"a": [{"b": {name: SECRETS[name]}}]}):
+        assert set(leaves(hide_secrets(tree))) == {HIDDEN}
+
+
+def test_what_is_no_secret_stays():
+    assert hide_secrets(OPEN) == OPEN
+    assert hidden_keys(OPEN) == []
+    refuse_hidden(OPEN)
+
+
+@pytest.fixture
+def seen():
+    "A registered reward that needs secrets, and what it was given."
+    given = []
+
+    @REWARDS.register("needs_secrets")
+    def make(api_key="", secret_word="", judge=None):
+        given.append((api_key, secret_word, (judge or {}).get("url")))
+
+        def scores(completions, **columns):
+            assert HIDDEN not in str(given[-1])
+            return [float(len(c) % 2) for c in completions]
+
+        return scores
+
+    yield given
+    REWARDS.pop("needs_secrets")
+
+
+URL = "https://user:pw@host"
+OPTIONS = {
+    "rewards.functions": {
+        "judge": {
+            "reward": "needs_secrets",
+            "api_key": KEY,
+            "secret_word": WORD,
+            "judge": {"url": URL},
+        }
+    }
+}
+SMALL = {"steps": 2, "train_batch_size": 2, "num_generations": 2, "policy.max_new_tokens": 4}
+SMALL |= {"run.progress": False, "eval.every": 0}
+
+
+def small_config(**more):
+    from grpo_nb.trainer import override
+
+    return override(load_config(None), SMALL | OPTIONS | more)
+
+
+def no_secret_in(folder):
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    assert files
+    for path in files:
+        text = path.read_bytes()
+        for secret in (KEY, WORD, URL):
+            assert secret.encode() not in text, path
+
+
+def test_a_stored_run_holds_no_secret_and_asks_for_it(tmp_path, seen):
+    trainer = GRPO.from_config(small_config(**{"run.dir": str(tmp_path / "run")}))
+    assert seen == [(KEY, WORD, URL)]
+    trainer.fit(1)
+    trainer.save()
+    trainer.close()
+    no_secret_in(tmp_path)
+    names = ["api_key", "secret_word", "judge.url"]
+    keys = [f"rewards.functions.judge.{name}" for name in names]
+    with pytest.raises(ValueError, match=f"{keys[0]}, {keys[1]}, {keys[2]}: hidden") as e:
+        GRPO.load(tmp_path / "run")
+    assert "\n" not in str(e.value) and "Pass what is meant again" in str(e.value)
+    with pytest.raises(ValueError, match=f"{keys[1]}, {keys[2]}: hidden"):
+        GRPO.load(tmp_path / "run", {keys[0]: KEY})
+    assert len(seen) == 1  # nothing was made of what was hidden
+    again = GRPO.load(tmp_path / "run", {keys[0]: KEY, keys[1]: WORD, keys[2]: URL})
+    assert seen[-1] == (KEY, WORD, URL)
+    again.fit()
+    again.close()
+    no_secret_in(tmp_path)
+    # a program that passes the reward itself needs no option
+    own = GRPO.load(tmp_path / "run", rewards={"judge": lambda completion: 1.0})
+    own.close()
+
+
+def test_compare_trains_with_the_secret_and_stores_none(tmp_path, seen):
+    base = small_config(**{"tasks.eval": "tasks/middle_eval.jsonl", "eval.limit": 2})
+    torch.manual_seed(0)
+    study = compare(
+        {"a": {}, "b": {"optimizer.lr": 1e-5}},
+        base,
+        seeds=[0],
+        budget=Steps(1),
+        dir=tmp_path / "study",
+        evaluate=lambda trainer: {"eval_sampled": 1.0},
+    )
+    assert [r["status"] for r in study.runs] == ["done"] * 2, [r["error"] for r in study.runs]
+    assert {s[:2] for s in seen} == {(KEY, WORD)}
+    study.save(tmp_path / "study.json")
+    no_secret_in(tmp_path)
+    assert KEY not in json.dumps(study.spec) and KEY not in json.dumps(study.runs)
