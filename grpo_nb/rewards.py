@@ -8,12 +8,13 @@ __all__ = ['FLOAT32_MAX', 'WANTED', 'ATOMS', 'RESERVED', 'COUNTS', 'WORKER_ENV',
            'reward_function', 'needs_columns', 'RewardSpec', 'Outcome', 'RewardError', 'ShapeFault', 'Infinite',
            'is_missing', 'read_number', 'read_entry', 'read_batch', 'read_components', 'own_copy', 'deep_copy',
            'own_view', 'Attempt', 'call_rows', 'attempt', 'evaluate', 'task_fields', 'reward_columns', 'RewardConfig',
-           'Failure', 'Ledger', 'stack_rewards', 'tie_to_parent', 'worker_main', 'pack', 'frame', 'framed', 'Worker',
-           'listen', 'Job', 'cut_jobs', 'kill_all', 'WorkerPool', 'Report', 'component_lines', 'first_batch_report',
-           'ordered_weights', 'check_weights', 'named_specs', 'RewardRunner', 'content_text', 'plain_text',
-           'between_tags', 'after_marker', 'answer_extractor', 'number_value', 'accepted_answers', 'exact_answer',
-           'as_math', 'math_equivalence', 'answer_tags', 'format_match', 'length_target', 'reasoning_gym_score',
-           'part_values', 'compose', 'weighted_sum', 'product', 'check_gate', 'gate_rewards', 'gate']
+           'Failure', 'Ledger', 'stack_rewards', 'tie_to_parent', 'tell', 'worker_main', 'pack', 'frame', 'framed',
+           'Worker', 'read_results', 'listen', 'Job', 'cut_jobs', 'kill_all', 'WorkerPool', 'Report', 'component_lines',
+           'first_batch_report', 'ordered_weights', 'check_weights', 'named_specs', 'RewardRunner', 'content_text',
+           'plain_text', 'between_tags', 'after_marker', 'answer_extractor', 'number_value', 'accepted_answers',
+           'exact_answer', 'as_math', 'math_equivalence', 'answer_tags', 'format_match', 'length_target',
+           'reasoning_gym_score', 'part_values', 'compose', 'weighted_sum', 'product', 'check_gate', 'gate_rewards',
+           'gate']
 
 # %% ../nbs/method/01_rewards.ipynb #5ed24de6
 import copy
@@ -716,14 +717,14 @@ WORKER_ENV = (
 ).split()
 
 WORKER_BOOT = """
-import pickle, sys, traceback
+import json, pickle, sys, traceback
 from multiprocessing.connection import Connection
 pipe = Connection(int(sys.argv[1]))
 sys.path[:] = pipe.recv()
 try:
     main, args = pickle.loads(pipe.recv_bytes())
 except BaseException:
-    pipe.send(("failed", traceback.format_exc()[-2000:]))
+    pipe.send_bytes(json.dumps({"failed": traceback.format_exc()[-2000:]}).encode())
     sys.exit(1)
 main(pipe, *args)
 """
@@ -746,6 +747,11 @@ def tie_to_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def tell(pipe: Any, **message) -> None:
+    "Send a message as data."
+    pipe.send_bytes(json.dumps(message).encode())
+
+
 def worker_main(
     pipe: Any,  # connection to the parent
     specs: list[RewardSpec],  # the functions
@@ -764,16 +770,16 @@ def worker_main(
             if spec.warm_up is not None:
                 spec.warm_up()
     except BaseException:
-        pipe.send(("failed", traceback.format_exc()[-2000:]))
+        tell(pipe, failed=traceback.format_exc()[-2000:])
         return
-    pipe.send(("ready", ""))
+    tell(pipe, ready=True)
     while True:
         try:
             which, args, n, split = pipe.recv()
         except EOFError:
             return
         for part in evaluate(specs[which], args, n, split):
-            pipe.send([(a.outcome, a.values, a.message, a.ms) for a in part])
+            tell(pipe, results=[(a.outcome, a.values, a.message, a.ms) for a in part])
 
 # %% ../nbs/method/01_rewards.ipynb #9ab7c5da
 BY_VALUE = threading.Lock()
@@ -892,9 +898,9 @@ class Worker:
         while (cut := framed(self.got)) is not None:
             start, end = cut
             try:
-                message = pickle.loads(self.got[start:end])
-            except Exception as e:
-                raise ValueError(f"{type(e).__name__} in reading its message") from e
+                message = json.loads(self.got[start:end].decode())
+            except (ValueError, RecursionError) as e:
+                raise ValueError(f"it sent {len(self.got)} bytes that are no data") from e
             del self.got[:end]
             yield message
 
@@ -922,6 +928,26 @@ class Worker:
                 return f"the process was killed by {signal.Signals(-code).name}{hint}"
             return f"the process exited with code {code}"
         return "the process closed its pipe"
+
+
+def read_results(
+    message: Any,  # what a worker sent
+    components: int,  # entries that each result must have
+) -> list[Attempt]:
+    "The attempts in a message; anything else is a ValueError."
+    number = lambda x: type(x) in (int, float)
+    entry = lambda x: number(x) or isinstance(x, list) and len(x) > 0 and all(map(number, x))
+
+    def read(outcome, values, text, ms):
+        filled = isinstance(values, list) and len(values) == components and all(map(entry, values))
+        if not (filled if outcome == "ok" else values is None) or not number(ms):
+            raise ValueError("a result without its numbers")
+        return Attempt(Outcome(outcome), values, str(text)[:2000], ms)
+
+    try:
+        return [read(*r) for r in message["results"]]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"it sent {describe(message)}") from None
 
 
 def listen(
@@ -1046,24 +1072,25 @@ class WorkerPool:
     def receive(self, w: Worker, message: Any, add: Callable) -> None:
         "File one message of a worker; what nobody asked for is a ValueError."
         if not w.ready:
-            if message != ("ready", ""):
+            if message != {"ready": True}:
+                why = message.get("failed") if isinstance(message, dict) else describe(message)
                 raise RewardError(
                     "A reward worker could not load the functions. Modules that they import must be "
-                    f"importable from sys.path.\n{message[1]}"
+                    f"importable from sys.path.\n{why}"
                 )
             w.ready = True
             return
         job = w.job
-        lists = job is not None and isinstance(message, list)
-        if not lists or not all(isinstance(r, tuple) and len(r) == 4 for r in message):
+        if job is None:
             raise ValueError(f"it sent {describe(message)}")
-        if len(message) > len(job.rows) or not message and job.split:
-            raise ValueError(f"it sent {len(message)} results, {len(job.rows)} were due")
-        if not message:
+        attempts = read_results(message, len(self.specs[job.which].labels()))
+        if len(attempts) > len(job.rows) or not attempts and job.split:
+            raise ValueError(f"it sent {len(attempts)} results, {len(job.rows)} were due")
+        if not attempts:
             job.split = True
-        for outcome, values, text, ms in message:
+        for a in attempts:
             w.served, self.wasted = job.which, 0
-            add(job.which, job.rows.pop(0), Attempt(Outcome(outcome), values, text, ms))
+            add(job.which, job.rows.pop(0), a)
         w.since, w.limit = time.monotonic(), self.deadline(job.which)
         if not job.rows:
             w.job = None

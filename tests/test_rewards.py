@@ -336,11 +336,17 @@ def test_a_worker_that_stops_reading_is_killed_at_the_deadline():
 
 def test_half_a_message_garbage_and_too_much_are_no_reason_to_wait():
     def writes(completion):
+        import json
         import os
-        import pickle
         import struct
         import sys
         import time
+
+        def sent(message):
+            return struct.pack("!i", len(message)) + message
+
+        def results(*rows):
+            return sent(json.dumps({"results": rows}).encode())
 
         if completion == "a":
             return 1.0
@@ -349,21 +355,64 @@ def test_half_a_message_garbage_and_too_much_are_no_reason_to_wait():
             "header": b"\0\0",
             "huge": struct.pack("!iQ", -1, 1 << 50),
             "negative": struct.pack("!i", -5),
-            "text": b"\0\0\0\5hello",
-            "unasked": struct.pack("!i", 5) + pickle.dumps(3, 2),
-            "again": (struct.pack("!i", 4) + pickle.dumps([], 2)) * 2,
-            "more": b"".join(
-                struct.pack("!i", len(m)) + m for m in [pickle.dumps([("ok", [7.0], "", 0.0)] * 99)]
-            ),
+            "text": sent(b"hello"),
+            "unasked": sent(b"3"),
+            "again": results() * 2,
+            "more": results(*[("ok", [7.0], "", 0.0)] * 99),
+            "bytes": sent(b"\xff\xfe"),
+            "deep": sent(b"[" * 100_000),
+            "digits": sent(b'{"results": [["ok", [' + b"9" * 5000 + b'], "", 0.0]]}'),
+            "true": results(("ok", [True], "", 0.0)),
+            "none": results(("ok", None, "", 0.0)),
+            "two": results(("ok", [1.0, 2.0], "", 0.0)),
+            "what": results(("good", [1.0], "", 0.0)),
+            "gift": results(("none", [1.0], "", 0.0)),
+            "five": results(("ok", [1.0], "", 0.0, 0)),
         }[completion]
         os.write(int(sys.argv[1]), junk)
         time.sleep(1000)
 
-    texts = ["half", "a", "header", "huge", "negative", "text", "unasked", "again", "more", "a"]
+    waits = ["half", "header"]
+    texts = "half a header huge negative text unasked again more bytes deep digits true none two"
+    texts = [*texts.split(), "what", "gift", "five", "a"]
     with RewardRunner([writes], workers=2, timeout_s=0.4, on_error="skip", **QUIET) as runner:
         scored = in_time(runner, batch(texts))
-    assert values(scored.rewards_NR[:, 0]) == [-99, 1] + [-99] * 7 + [1]
-    assert counts(runner, "writes") == [2, 0, 6, 2, 0]
+    n = len(texts)
+    assert values(scored.rewards_NR[:, 0]) == [-99, 1] + [-99] * (n - 3) + [1]
+    assert counts(runner, "writes") == [2, 0, n - 2 - len(waits), len(waits), 0]
+
+
+@pytest.mark.parametrize("when", ["boot", "job"])
+def test_a_crafted_message_of_a_worker_is_data_and_runs_nothing(when, tmp_path):
+    ran = tmp_path / "ran"
+
+    def attack(completion=None):
+        import os
+        import pickle
+        import struct
+        import sys
+        import time
+
+        class Evil:
+            def __reduce__(self):
+                return os.system, (f"touch {ran}",)
+
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            message = pickle.dumps(Evil(), protocol)
+            os.write(int(sys.argv[1]), struct.pack("!i", len(message)) + message)
+        time.sleep(1000)
+
+    options = dict(workers=1, timeout_s=5, on_error="skip", **QUIET)
+    if when == "job":
+        with RewardRunner([attack], **options) as runner:
+            assert in_time(runner, batch(["a"])).rewards_NR.isnan().all()
+        assert "bytes that are no data" in runner.failures[0].message
+    else:
+        judge = reward_function(lambda completion: 1.0, name="judge", warm_up=attack)
+        with RewardRunner([judge], **options) as runner:
+            with pytest.raises(RewardError, match="did not start.*bytes that are no data"):
+                runner(batch(["a"]))
+    assert not ran.exists()
 
 
 def test_a_stopped_process_is_killed_at_the_deadline():
