@@ -4,19 +4,21 @@
 
 # %% auto #0
 __all__ = ['FLOAT32_MAX', 'WANTED', 'ATOMS', 'RESERVED', 'COUNTS', 'WORKER_ENV', 'WORKER_BOOT', 'BY_VALUE', 'LARGEST_MESSAGE',
-           'TRANSFER_RATE', 'REWARDS', 'NUMBER', 'describe', 'is_number', 'is_whole', 'check_options',
-           'reward_function', 'needs_columns', 'RewardSpec', 'Outcome', 'RewardError', 'ShapeFault', 'Infinite',
-           'is_missing', 'read_number', 'read_entry', 'read_batch', 'read_components', 'own_copy', 'deep_copy',
-           'own_view', 'Attempt', 'call_rows', 'attempt', 'evaluate', 'task_fields', 'reward_columns', 'RewardConfig',
-           'Failure', 'Ledger', 'stack_rewards', 'tie_to_parent', 'tell', 'worker_main', 'pack', 'frame', 'framed',
-           'Worker', 'read_results', 'listen', 'Job', 'cut_jobs', 'kill_all', 'WorkerPool', 'Report', 'component_lines',
-           'first_batch_report', 'ordered_weights', 'check_weights', 'named_specs', 'RewardRunner', 'content_text',
-           'plain_text', 'between_tags', 'after_marker', 'answer_extractor', 'number_value', 'accepted_answers',
-           'exact_answer', 'as_math', 'math_equivalence', 'answer_tags', 'format_match', 'length_target',
-           'reasoning_gym_score', 'part_values', 'compose', 'weighted_sum', 'product', 'check_gate', 'gate_rewards',
-           'gate']
+           'TRANSFER_RATE', 'REWARDS', 'NUMBER', 'MATH_MEMORY', 'OPERATORS', 'GYM_SCORERS', 'EVALUATE', 'describe',
+           'is_number', 'is_whole', 'check_options', 'reward_function', 'needs_columns', 'RewardSpec', 'Outcome',
+           'RewardError', 'ShapeFault', 'Infinite', 'is_missing', 'read_number', 'read_entry', 'read_batch',
+           'read_components', 'own_copy', 'deep_copy', 'own_view', 'Attempt', 'call_rows', 'attempt', 'evaluate',
+           'task_fields', 'reward_columns', 'RewardConfig', 'Failure', 'Ledger', 'stack_rewards', 'tie_to_parent',
+           'tell', 'worker_main', 'pack', 'frame', 'framed', 'Worker', 'read_results', 'listen', 'Job', 'cut_jobs',
+           'kill_all', 'WorkerPool', 'Report', 'component_lines', 'first_batch_report', 'ordered_weights',
+           'check_weights', 'named_specs', 'RewardRunner', 'content_text', 'plain_text', 'between_tags', 'after_marker',
+           'answer_extractor', 'number_value', 'accepted_answers', 'exact_answer', 'memory_limit', 'as_math',
+           'math_equivalence', 'answer_tags', 'format_match', 'length_target', 'arithmetic', 'read_list', 'gym_numbers',
+           'gym_list', 'gym_bits', 'gym_scorer', 'reasoning_gym_score', 'part_values', 'compose', 'weighted_sum',
+           'product', 'check_gate', 'gate_rewards', 'gate']
 
 # %% ../nbs/method/01_rewards.ipynb #5ed24de6
+import ast
 import copy
 import html
 import importlib.util
@@ -24,6 +26,7 @@ import inspect
 import json
 import math
 import numbers
+import operator
 import os
 import pickle
 import re
@@ -42,7 +45,7 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from fractions import Fraction
@@ -1578,6 +1581,29 @@ def exact_answer(
     return needs_columns(reward, column)
 
 # %% ../nbs/method/01_rewards.ipynb #73029554
+MATH_MEMORY = 1 << 30  # bytes that parsing and comparing may add to a worker
+
+
+@contextmanager
+def memory_limit(
+    extra: int,  # bytes
+) -> Iterator[None]:
+    "Let this process grow by so much (on Linux); a larger demand is a MemoryError."
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = soft
+    with suppress(OSError):
+        with open("/proc/self/statm") as f:
+            limit = int(f.read().split()[0]) * resource.getpagesize() + extra
+    known = [x for x in (limit, soft, hard) if x != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(known, default=soft), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 def as_math(text: str) -> str:
     r"Put bare mathematics between dollar signs: math-verify reads 2\pi as 2, and $2\pi$ as it is."
     return text if any(mark in text for mark in ("$", "\\boxed", "\\(", "\\[")) else f"${text}$"
@@ -1619,6 +1645,8 @@ def math_equivalence(
         try:
             guess = read(as_math(found) if bare or len(found.split()) == 1 else found)
             return verify(gold, guess, timeout_seconds=limit, raise_on_error=True)
+        except MemoryError:
+            raise MemoryError(f"math-verify needs more than {MATH_MEMORY >> 20} MiB") from None
         except Exception:  # what it cannot parse or compare is not equal; timeouts are no Exception
             return False
 
@@ -1637,7 +1665,8 @@ def math_equivalence(
             return None
         found = find(completion)
         try:
-            return right if any([equal(found, reference) for reference in accepted]) else wrong
+            with memory_limit(MATH_MEMORY):
+                return right if any([equal(found, x) for x in accepted]) else wrong
         except TimeoutException as e:
             raise TimeoutError(f"math-verify took more than {limit} s") from e
 
@@ -1720,17 +1749,134 @@ def length_target(
     mark = reward_function(form="single", name="length_target")
     return mark(of_tokens if unit == "tokens" else of_characters)
 
+# %% ../nbs/method/01_rewards.ipynb #ad1c3cea
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def arithmetic(
+    text: str,  # numbers, + - * / and brackets, at most 200 characters
+) -> Fraction:
+    "The exact value of an expression, read without evaluating it; anything else is a ValueError."
+
+    def value(node):
+        match node:
+            case ast.Constant(int() | float() as number):
+                return Fraction(str(number))
+            case ast.BinOp(left, op, right) if type(op) in OPERATORS:
+                return OPERATORS[type(op)](value(left), value(right))
+            case ast.UnaryOp(ast.USub(), operand):
+                return -value(operand)
+        raise ValueError(f"{text!r} is no expression in + - * /")
+
+    if not re.fullmatch(r"[0-9.+*/() -]{1,200}", text):
+        raise ValueError(f"{text!r:.60} is no expression in + - * /")
+    try:
+        return value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as e:
+        raise ValueError(f"{text!r} has no value ({type(e).__name__})") from None
+
+
+def read_list(
+    text: str,  # a list as Python or JSON writes it
+) -> list:
+    "The list, read as JSON; anything else is a ValueError."
+    try:
+        value = json.loads(text.replace("'", '"'))
+    except RecursionError:
+        value = None
+    if not isinstance(value, list):
+        raise ValueError(f"{text!r:.60} is no list")
+    return value
+
+# %% ../nbs/method/01_rewards.ipynb #dd3b8ec0
+def gym_numbers(answer: str | None, entry: Mapping) -> float:
+    "countdown and puzzle24: the value wanted, from each of the numbers given once."
+    given = entry["metadata"]
+    target, part = given.get("target", 24), 0.05 if "target" in given else 0.01
+    try:
+        value = float(arithmetic(answer or ""))
+    except (ValueError, OverflowError):
+        return 0.01
+    used = sorted(map(int, re.findall(r"\d+", answer)))
+    right = abs(value - target) <= 1e-6 + 1e-5 * abs(target)
+    return 1.0 if right and used == sorted(given["numbers"]) else part
+
+
+def gym_list(part: float, lines: bool = False, join: str = " ") -> Callable:
+    "Scorer of a set whose answer is text; the same as a Python list gets part credit."
+
+    def score(answer, entry):
+        right = entry["metadata"].get("valid_answers", [entry["answer"].strip()])
+        if answer is None or answer.strip() in right:
+            return float(answer is not None)
+        try:
+            rows = [
+                [str(x) for x in row]
+                for row in (read_list(answer) if lines else [read_list(answer)])
+            ]
+        except (ValueError, TypeError):
+            return 0.0
+        return part * ("\n".join(map(join.join, rows)) in right)
+
+    return score
+
+
+def gym_bits(answer: str | None, entry: Mapping) -> float:
+    "bitwise_arithmetic: the whole number wanted, in any base."
+    try:
+        return float(int(answer or "", 0) == int(entry["answer"], 0))
+    except ValueError:
+        return 0.0
+
+
+GYM_SCORERS = {
+    "countdown": gym_numbers,
+    "puzzle24": gym_numbers,
+    "string_insertion": gym_list(0.1, join=""),
+    "spiral_matrix": gym_list(0.1),
+    "binary_matrix": gym_list(0.1, lines=True),
+    "n_queens": gym_list(0.5, lines=True),
+    "bitwise_arithmetic": gym_bits,
+}
+EVALUATE = {"eval", "exec", "compile", "parse_expr", "sympify", "literal_eval"}
+
+
+def gym_scorer(
+    name: str,  # of the dataset
+) -> Callable[[str | None, Mapping], float]:
+    "How answers of a dataset are scored; a scorer that evaluates text is refused."
+    if name in GYM_SCORERS:
+        return GYM_SCORERS[name]
+    from reasoning_gym.factory import DATASETS, get_score_answer_fn
+
+    if name not in DATASETS:
+        raise ValueError(unknown_name("reasoning-gym dataset", name, DATASETS))
+    score = get_score_answer_fn(name)
+    if name == "number_sorting":  # it evaluates a reference answer that is not JSON
+        return lambda answer, entry: score(
+            answer, entry | {"answer": json.dumps(read_list(entry["answer"]))}
+        )
+    found = EVALUATE & set(score.__code__.co_names)
+    if found:
+        raise ValueError(
+            f"reasoning-gym's scorer of {name!r} evaluates the text of the model ({', '.join(sorted(found))}), which "
+            "could run anything: write a reward of your own for this dataset."
+        )
+    return score
+
 # %% ../nbs/method/01_rewards.ipynb #88305159
 @REWARDS.register()
 def reasoning_gym_score(
-    dataset: str | None = None,  # name of the dataset; None = metadata["source_dataset"]
     extract: str | Callable = "tags",  # as in exact_answer
     tag: str = "answer",  # for "tags"
     marker: str = "####",  # for "marker"
 ) -> Callable:
     "The score of the dataset's own `score_answer`, in [0, 1]."
-    if dataset is not None:
-        check_options("reasoning_gym_score", "non-empty text", dataset=dataset)
     find, scorers = answer_extractor(extract, tag, marker), {}
 
     @reward_function(name="reasoning_gym_score")
@@ -1738,11 +1884,9 @@ def reasoning_gym_score(
         if is_missing(metadata):
             return None
         metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
-        name = dataset or metadata.get("source_dataset")
+        name = metadata.get("source_dataset")
         if name not in scorers:
-            from reasoning_gym.factory import get_score_answer_fn
-
-            scorers[name] = get_score_answer_fn(name)
+            scorers[name] = gym_scorer(name)
         question = columns.get("question", prompt if isinstance(prompt, str) else None)
         entry = {"question": question, "answer": columns["answer"], "metadata": metadata}
         return float(scorers[name](find(completion), entry))

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['Task', 'row_starts', 'JsonlRows', 'TableRows', 'parquet_rows', 'ListRows', 'GymRows', 'field_of', 'kind_of',
-           'column_block', 'row_blocks', 'read_columns', 'prompt_of', 'data_path', 'rows_of', 'Taskset', 'overlap',
-           'gym_score']
+           'column_block', 'row_blocks', 'read_columns', 'prompt_of', 'data_path', 'rows_of', 'Taskset', 'overlap']
 
 # %% ../nbs/method/01_tasks.ipynb #c50dc752
 import hashlib
@@ -15,7 +14,6 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -592,7 +590,7 @@ class Taskset:
         rename: Mapping[str, str] | None = None,  # field of the problem -> its name in tasks
         **config,  # the generator's own settings
     ) -> "Taskset":
-        "Problems made on demand; question, answer and metadata stay together for `gym_score`."
+        "Problems made on demand; question, answer and metadata stay together for `reasoning_gym_score`."
         rows = GymRows(dataset, size, seed, **config)
         return cls(rows, prompt, name or dataset, id, rename)
 
@@ -618,19 +616,3 @@ def overlap(
 ) -> np.ndarray:  # int64, positions in `a`
     "The tasks of `a` whose prompt is in `b` too."
     return np.flatnonzero(np.isin(a.prompt_keys(), b.prompt_keys()))
-
-# %% ../nbs/method/01_tasks.ipynb #8a01378f
-@cache
-def _gym_scorer(dataset: str) -> Callable:
-    import reasoning_gym
-
-    return reasoning_gym.get_score_answer_fn(dataset)
-
-
-def gym_score(
-    task: Task,  # from `Taskset.from_reasoning_gym`
-    answer: str | None,  # what the policy answered, without tags
-) -> float:  # in [0, 1]
-    "The generator's own score of an answer."
-    entry = {"question": task.prompt} | task.columns
-    return float(_gym_scorer(task["metadata"]["source_dataset"])(answer, entry=entry))

@@ -34,6 +34,7 @@ from grpo_nb.rewards import (
     format_match,
     gate,
     gate_rewards,
+    gym_scorer,
     length_target,
     math_equivalence,
     number_value,
@@ -1228,7 +1229,6 @@ FACTORIES = [
 ]
 ACCEPTED = {  # besides what is of the type of the default
     "extract": ("x", Judge),  # any function; unknown names are refused with a proposal
-    "dataset": (None, "x"),
     "width": (None, 3),
     "target": (3,),
     "math_timeout_s": (3,),
@@ -1396,6 +1396,110 @@ def test_reasoning_gym_oracles_score_one_also_after_json():
         said = [f"<answer>{x['answer']}</answer>" for x in items]
         assert RewardRunner([reasoning_gym_score()])(batch(said, tasks)).rewards_NR.min() == 1.0
         assert RewardRunner([reasoning_gym_score()])(batch(["?"] * 3, tasks)).rewards_NR.max() < 0.1
+
+
+ATTACKS = """
+import os, sys
+ran = []
+def hook(event, args):
+    if event == "exec" and getattr(args[0], "co_filename", "").startswith("<"):
+        ran.append(args[0].co_filename)
+    if event in ("os.system", "subprocess.Popen"):
+        ran.append(event)
+
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+from grpo_nb.rewards import gym_scorer
+
+evil = "__import__('os').environ.update(SEEN='1')"
+texts = [evil, f"[{evil}]", f"1+{evil}", f"({evil})", f"1\\n{evil}", f'{{"a": {evil}}}', "9**9**9**9", "1/0",
+         "(" * 5000, "[" * 100000, "9" * 10**5, "", None]
+refused = []
+for name in sorted(set(DATASETS) - {"composite"}):  # its entries name the dataset they are from
+    try:
+        score = gym_scorer(name)
+    except ValueError as e:
+        assert "\\n" not in str(e)
+        refused.append(name)
+        continue
+    try:
+        entry = reasoning_gym.create_dataset(name, size=1, seed=1)[0]
+    except Exception:
+        continue
+    if not hasattr(sys, "hooked"):
+        sys.addaudithook(hook)
+        sys.hooked = True
+    for text in texts:
+        ran.clear()
+        try:
+            score(text, entry)
+        except Exception:
+            pass  # an error of the reward, which has a policy
+        assert not [x for x in ran if x in ("<string>", "<unknown>", "os.system")], (name, text[:60], ran)
+        assert "SEEN" not in os.environ, (name, text)
+print('refused', *refused)
+"""
+
+
+def test_no_text_of_a_model_is_evaluated_by_any_scorer_of_reasoning_gym():
+    pytest.importorskip("reasoning_gym")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ATTACKS],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    refused = "intermediate_integration polynomial_multiplication simple_integration"
+    assert done.stdout.rpartition("refused")[2].split() == refused.split()
+
+
+def test_grammars_of_ours_agree_with_the_scorers_they_replace():
+    gym = pytest.importorskip("reasoning_gym")
+    from reasoning_gym.factory import get_score_answer_fn
+
+    def said(name, entry):
+        yield from (entry["answer"], None, "", "x", "[]", entry["answer"] + "0")
+        inside = entry["metadata"]
+        if name == "countdown":
+            yield from ("1+1", "+".join(map(str, inside["numbers"])), "7/0", "(2", "1 - -2")
+        if name == "bitwise_arithmetic":
+            yield from (str(int(entry["answer"], 0)), "0b101", "0x", "1.0")
+        if name == "puzzle24":
+            yield from ("1+1", "4*6", "1+2+3+4", "24")
+        yield from {
+            "string_insertion": [str(list(entry["answer"])), "['A']"],
+            "spiral_matrix": [str(inside.get("solution")), "[1, 'a', 2]"],
+            "binary_matrix": [str(inside.get("solution")), "[[0, 1], [1, 0]]", "[0]"],
+            "n_queens": [str(inside.get("solutions", [[]])[0]), "[['Q']]"],
+        }.get(name, [])
+
+    for name in (
+        "countdown puzzle24 string_insertion spiral_matrix binary_matrix n_queens "
+        "bitwise_arithmetic number_sorting chain_sum gcd lcm spell_backward letter_counting"
+    ).split():
+        theirs, ours = get_score_answer_fn(name), gym_scorer(name)
+        for seed in range(4):
+            entry = gym.create_dataset(name, size=1, seed=seed)[0]
+            for text in said(name, entry):
+                assert ours(text, entry) == theirs(text, entry), (name, text, entry["answer"])
+            assert ours(entry["answer"], entry) == 1.0
+
+
+def test_parsing_mathematics_has_a_memory_limit():
+    def wants(completion):
+        import resource
+
+        from grpo_nb.rewards import MATH_MEMORY, memory_limit
+
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        with memory_limit(MATH_MEMORY):
+            bytearray((64 << 20) if completion == "less" else (2 << 30))
+        return float(resource.getrlimit(resource.RLIMIT_AS) == before)
+
+    with RewardRunner([wants], workers=1, on_error="skip", **QUIET) as runner:
+        assert values(runner(batch(["less", "more"])).rewards_NR) == [[1.0], [-99.0]]
+        assert runner.failures[0].message.startswith("MemoryError")
 
 
 def test_compositions_in_a_worker():

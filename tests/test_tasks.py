@@ -23,7 +23,6 @@ from grpo_nb.tasks import (
     Taskset,
     column_block,
     data_path,
-    gym_score,
     overlap,
     read_columns,
     row_starts,
@@ -369,9 +368,6 @@ def test_reasoning_gym():
     t = Taskset.load("gym:chain_sum", size=20, seed=3, min_terms=2, max_terms=2)
     again = Taskset.from_reasoning_gym("chain_sum", 20, seed=3, min_terms=2, max_terms=2)
     assert t[:] == again[:] and len(t) == 20 and t.id == "chain_sum"
-    assert all(gym_score(x, x["answer"]) == 1 for x in t)
-    assert all(gym_score(x, str(int(x["answer"]) + 1)) < 1 for x in t)
-    assert all(gym_score(x, None) < 1 for x in t)
     assert (t.column("metadata.num_terms") == 2).all()
     assert t.column("metadata.difficulty.num_terms.1").tolist() == [2] * 20
     for dataset, config, message in [
@@ -381,15 +377,6 @@ def test_reasoning_gym():
     ]:
         with pytest.raises(ValueError, match=message):
             Taskset.from_reasoning_gym(dataset, **config)
-
-
-@pytest.mark.parametrize(
-    "dataset",
-    ["gcd", "lcm", "count_bits", "spell_backward", "letter_counting", "simple_equations"],
-)
-def test_oracle_answers_of_short_generators_score_one(dataset):
-    for task in Taskset.from_reasoning_gym(dataset, 5, seed=11):
-        assert gym_score(task, task["answer"]) == 1
 
 
 def test_table_rows_are_read_one_at_a_time():
