@@ -6,13 +6,13 @@
 __all__ = ['ADVANTAGES', 'AdvantageConfig', 'compute_advantages', 'checkpoints', 'latest', 'Samples', 'Seconds', 'Steps', 'Study',
            'Tokens', 'compare', 'Groups', 'Policy', 'Registry', 'Rollout', 'concat', 'group_stats', 'masked_mean',
            'masked_sum', 'minibatches', 'seeded', 'FilterGroupsConfig', 'GroupCollector', 'keep_groups',
-           'parse_filter_logs', 'recommend', 'POLICY_LOSSES', 'LossConfig', 'kl_penalty', 'policy_loss', 'plot_run',
-           'plot_runs', 'DiffusionPolicy', 'ddim_sampler', 'ddpm_sampler', 'flow_sampler', 'TokenPolicy',
-           'make_relevance_reward', 'make_safe_reward', 'make_safety_reward', 'REWARDS', 'RewardConfig', 'RewardRunner',
-           'reward_function', 'EXPERIENCE_OPERATORS', 'SHARES', 'TasksetScheduler', 'SELECTORS', 'BaseSelector',
-           'TaskSelectorConfig', 'Task', 'Taskset', 'data_path', 'Run', 'diagnose', 'read_trl', 'read_verl', 'GRPO',
-           'GRPOConfig', 'build_config', 'check_resume', 'load_config', 'KLStop', 'UpdateConfig', 'check_on_policy',
-           'update']
+           'parse_filter_logs', 'format_summary', 'recommend', 'POLICY_LOSSES', 'LossConfig', 'kl_penalty',
+           'policy_loss', 'plot_run', 'plot_runs', 'DiffusionPolicy', 'ddim_sampler', 'ddpm_sampler', 'flow_sampler',
+           'TokenPolicy', 'make_relevance_reward', 'make_safe_reward', 'make_safety_reward', 'REWARDS', 'RewardConfig',
+           'RewardRunner', 'reward_function', 'EXPERIENCE_OPERATORS', 'SHARES', 'TasksetScheduler', 'SELECTORS',
+           'BaseSelector', 'TaskSelectorConfig', 'Task', 'Taskset', 'data_path', 'Run', 'diagnose', 'read_trl',
+           'read_verl', 'GRPO', 'GRPOConfig', 'build_config', 'check_resume', 'load_config', 'KLStop', 'UpdateConfig',
+           'check_on_policy', 'update']
 
 # %% ../nbs/07_all.ipynb #db464b55
 from .advantages import ADVANTAGES, AdvantageConfig, compute_advantages
@@ -20,8 +20,9 @@ from .lab.checkpoint import checkpoints, latest
 from .lab.study import Samples, Seconds, Steps, Study, Tokens, compare
 from .core import Groups, Policy, Registry, Rollout, concat, group_stats, masked_mean
 from .core import masked_sum, minibatches, seeded
-from .filter_groups import FilterGroupsConfig, GroupCollector, keep_groups
-from .filter_groups import parse_filter_logs, recommend
+from .collector import GroupCollector
+from .filter_groups import FilterGroupsConfig, keep_groups, recommend
+from .lab.filter_logs import format_summary, parse_filter_logs
 from .losses import POLICY_LOSSES, LossConfig, kl_penalty, policy_loss
 from .lab.plots import plot_run, plot_runs
 from .policies.diffusion import DiffusionPolicy, ddim_sampler, ddpm_sampler, flow_sampler
@@ -38,7 +39,7 @@ from .update import KLStop, UpdateConfig, check_on_policy, update
 _all_ = [
     "ADVANTAGES", "AdvantageConfig", "compute_advantages", "checkpoints", "latest", "Samples", "Seconds", "Steps", "Study", "Tokens",
     "compare", "Groups", "Policy", "Registry", "Rollout", "concat", "group_stats", "masked_mean", "masked_sum", "minibatches", "seeded",
-    "FilterGroupsConfig", "GroupCollector", "keep_groups", "parse_filter_logs", "recommend", "POLICY_LOSSES", "LossConfig", "kl_penalty",
+    "FilterGroupsConfig", "GroupCollector", "keep_groups", "parse_filter_logs", "format_summary", "recommend", "POLICY_LOSSES", "LossConfig", "kl_penalty",
     "policy_loss", "plot_run", "plot_runs", "DiffusionPolicy", "ddim_sampler", "ddpm_sampler", "flow_sampler", "TokenPolicy",
     "make_relevance_reward", "make_safe_reward", "make_safety_reward", "REWARDS", "RewardConfig", "RewardRunner", "reward_function",
     "EXPERIENCE_OPERATORS", "SHARES", "TasksetScheduler", "SELECTORS", "BaseSelector", "TaskSelectorConfig", "Task", "Taskset", "data_path",

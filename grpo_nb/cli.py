@@ -45,7 +45,7 @@ from grpo_nb.lab.study import (
     whole_number,
 )
 from .core import unknown_name
-from .filter_groups import format_summary, parse_filter_logs
+from .lab.filter_logs import format_summary, parse_filter_logs
 from .tasks import data_path
 from .lab.record import RunLocked, flat_keys, hide_secrets, plain, write_atomic
 from grpo_nb.trainer import (

@@ -52,7 +52,8 @@ from grpo_nb.lab.checkpoint import (
     write_checkpoint,
 )
 from .core import Policy, Rollout, seed_of, seeded, unknown_name
-from .filter_groups import FilterGroupsConfig, GroupCollector, check_filter
+from .collector import GroupCollector
+from .filter_groups import FilterGroupsConfig
 from .losses import Clip, LossConfig
 from .ranking import check_layouts, warn_cancelling_scales
 from .rewards import REWARDS, RewardConfig, RewardRunner
@@ -689,7 +690,6 @@ class GRPO:
         self.generators = {k: seeded(c.seed, k) for k in ("sampling", "minibatches")}
         self.collector = None
         if c.filter_groups.enable:
-            check_filter(c.filter_groups, c.num_generations)  # names are known once rewards ran
             self.collector = GroupCollector(
                 c.filter_groups,
                 c.train_batch_size,
@@ -1014,10 +1014,7 @@ def collect(
     self._selection = []
     if got.outcome == "end":
         raise EndOfTasks("The stream of tasks has come to its end.")
-    if got.rollout is None:
-        return None
-    age = self.policy_version - torch.as_tensor(got.rollout.info["policy_version"])
-    return got.rollout.replace(info=got.rollout.info | {"age": age})
+    return got.rollout
 
 
 @patch

@@ -8,7 +8,8 @@ import torch
 
 from grpo_nb.cli import main
 from grpo_nb.core import Rollout
-from grpo_nb.filter_groups import FilterGroupsConfig, GroupCollector
+from grpo_nb.collector import GroupCollector
+from grpo_nb.filter_groups import FilterGroupsConfig
 from grpo_nb.lab.record import Run as LoggedRun
 from grpo_nb.scheduler import TasksetScheduler
 from grpo_nb.selectors import SELECTORS, TaskSelectorConfig
@@ -102,6 +103,8 @@ class Run:
             self.skill += 0.02 * len(trained)
             self.stream.append(("step", [(t.taskset_id, t.index) for t in trained]))
             return
+        if self.collector.status == "closed":
+            self.collector.begin()
         tasks = self.scheduler.read(self.collector.needed)
         self.stream.append(("read", [(t.taskset_id, t.index) for t in tasks]))
         rate_P = 1 / (1 + np.exp(-(np.array([t["ease"] for t in tasks]) + self.skill)))

@@ -14,28 +14,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_nb.collector import FilterCapError, GroupCollector, likely_cause, split_groups
+from grpo_nb.config import build_config
 from grpo_nb.core import Groups, Rollout, rollout_from_state, rollout_to_state
 from grpo_nb.filter_groups import (
-    FilterCapError,
     FilterGroupsConfig,
-    GroupCollector,
-    StdCache,
-    UnknownMetric,
+    UnknownFilterMetric,
     adaptive_cap,
-    check_filter,
     decide,
-    diagnose,
     expected_gen_batches,
-    format_summary,
     keep_groups,
     next_batch_size,
     p_dead,
-    parse_filter_logs,
-    plot_filter_logs,
     recommend,
     resolve_metric,
-    split_groups,
+    seq_reward,
 )
+from grpo_nb.lab.filter_logs import format_summary, parse_filter_logs, plot_filter_logs
 
 CASES = json.loads((Path(__file__).parent / "conformance/filter_groups_verl.json").read_text())
 CASES = {c["name"]: c for c in CASES["cases"]}
@@ -192,21 +187,6 @@ def test_every_record_was_compared_and_every_difference_has_a_reason():
 # --- the rule ------------------------------------------------------------------------------------
 
 
-def test_golden_deviations():
-    rows = [
-        [1, 0, 1, 0, 1, 0, 1, 1],
-        [1, 1, 1, 1, 1, 1, 0, 1],
-        [1, 0, 1, 1, 0, 1, 1, 0],
-        [1] * 8,
-        [0] * 8,
-    ]
-    d = keep_groups(np.ravel(rows), np.repeat(np.arange(5), 8))
-    got = d.std_PC[:, 0].tolist()
-    assert got[:3] == pytest.approx([0.48412, 0.33072, 0.48412], abs=1e-5)
-    assert got[3:] == [0.0, 0.0]
-    assert d.reasons() == ["kept"] * 3 + ["all_high", "all_low"]
-
-
 @pytest.mark.parametrize("n", range(2, 17))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_constant_groups_are_dropped_whatever_the_rounding(n, dtype):
@@ -252,23 +232,12 @@ def test_singles_and_nan():
     values, ids = [1, nan, nan, nan, 0, 1, 5], ["a", "a", "b", "b", "c", "c", "d"]
     d = keep_groups(values, ids)
     assert d.reasons() == ["single", "invalid", "kept", "single"]
-    assert d.keep_P.tolist() == [True, False, True, True] and d.n_invalid == 3
+    assert d.keep_P.tolist() == [True, False, True, True] and d.num_invalid == 3
     assert keep_groups(values, ids, singles="drop").keep_P.tolist() == [False, False, True, False]
     with pytest.raises(ValueError, match="2 of 4 groups have one valid sample"):
         keep_groups(values, ids, singles="error")
     with pytest.raises(ValueError, match="Did you mean 'keep'"):
         keep_groups(values, ids, singles="kep")
-
-
-def test_band_is_on_top_of_variation():
-    values, ids = [0.5, 0.5, 0, 1, 0.9, 1.0], [0, 0, 1, 1, 2, 2]
-    d = keep_groups(values, ids, band=(0.1, 0.9))
-    assert d.reasons() == ["constant", "kept", "band"]
-
-
-def test_min_spread_and_levels_outside_the_unit_interval():
-    d = keep_groups([-1, -1, 1, 1, 0, 0, 0, 0.01], [0, 0, 1, 1, 2, 2, 3, 3], min_spread=0.02)
-    assert d.reasons() == ["all_low", "all_high", "constant", "narrow"]
 
 
 def test_shape_errors():
@@ -298,11 +267,11 @@ def test_metric_sources():
 
 
 def test_missing_metric_lists_what_there_is():
-    for kind in (KeyError, ValueError, UnknownMetric):
+    for kind in (KeyError, ValueError, UnknownFilterMetric):
         with pytest.raises(kind, match="Available: acc, row, score"):
             resolve_metric(groups_of([1, 0]), "accuracy_reward")
-    with pytest.raises(UnknownMetric, match="Did you mean 'acc'"):
-        check_filter(FilterGroupsConfig(enable=True, metric="accc"), 8, ["acc", "format"])
+    with pytest.raises(UnknownFilterMetric, match="no rewards"):
+        resolve_metric(groups_of([1, 0]).replace(rewards_NR=None, reward_names=()), seq_reward)
 
 
 def test_a_dict_reward_is_refused_by_name():
@@ -314,58 +283,43 @@ def test_a_dict_reward_is_refused_by_name():
         resolve_metric(r, "score")
 
 
-def test_config_from_yaml_and_overrides():
-    from omegaconf import OmegaConf
-
-    text = """
-    filter_groups:
-      _target_: verl.trainer.config.FilterGroupsConfig
-      enable: False
-      metric: null
-      max_num_gen_batches: 0
-    """
-    block = OmegaConf.merge(
-        OmegaConf.create(text),
-        OmegaConf.from_dotlist(["filter_groups.enable=True", "filter_groups.metric=[acc,score]"]),
-    )
-    c = FilterGroupsConfig.from_dict(block.filter_groups)
-    assert (c.enable, c.metrics, c.max_num_gen_batches) == (True, ("acc", "score"), 0)
-    with pytest.raises(ValueError, match="Unknown filter_groups option 'metrics'.*'metric'"):
-        FilterGroupsConfig.from_dict({"metrics": "acc"})
-    structured = OmegaConf.structured(FilterGroupsConfig())
-    structured.metric = "acc"
-    again = OmegaConf.to_object(structured)
-    assert again == FilterGroupsConfig(metric="acc") and again.rule_name == "metric"
-
-
 @pytest.mark.parametrize(
     "bad",
     [
         dict(singles="maybe"),
         dict(on_cap="ignore"),
-        dict(surplus="keep"),
-        dict(enable=1),
-        dict(max_num_gen_batches=True),
+        dict(enable="perhaps"),
         dict(max_staleness=-1),
-        dict(min_spread=-0.1),
         dict(min_spread=nan),
-        dict(oversample=0.5),
+        dict(filter_rate_ema=1.5),
         dict(band=(1, 0)),
         dict(band=(1, 2, 3)),
         dict(metric=[3]),
         dict(metric="acc", rule="combined"),
         dict(rule="metric"),
+        dict(rule="nope"),
     ],
 )
-def test_bad_options_are_refused(bad):
-    with pytest.raises(ValueError, match="filter_groups"):
+def test_bad_options_are_refused_by_their_key(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
         FilterGroupsConfig(**bad)
 
 
-def test_one_generation_is_refused_early():
-    with pytest.raises(ValueError, match="num_generations=1"):
-        GroupCollector(FilterGroupsConfig(**QUIET), 4, num_generations=1)
-    GroupCollector(FilterGroupsConfig(), 4, num_generations=1)
+def test_keys_of_earlier_recipes():
+    assert build_config(FilterGroupsConfig, {"memory": 0.25}).filter_rate_ema == 0.25
+    with pytest.raises(ValueError, match="Did you mean 'max_num_gen_batches'"):
+        build_config(FilterGroupsConfig, {"max_gen_batches": 3})
+
+
+def test_an_own_rule_answers_for_each_group():
+    from grpo_nb.filter_groups import RULES
+
+    RULES.register("test_first_only")(lambda rollout, config: torch.tensor([True, False]))
+    r = groups_of([1, 0], [0, 1])
+    c = FilterGroupsConfig(rule="test_first_only")
+    assert decide(r, c).reasons() == ["kept", "cancelled"]
+    with pytest.raises(ValueError, match=r"one bool per group, \(3,\)"):
+        decide(groups_of([1, 0], [0, 1], [1, 1]), c)
 
 
 def test_rules_for_several_rewards():
@@ -407,12 +361,6 @@ TABLE_DEAD = {
 }
 
 
-@pytest.mark.parametrize("G", TABLE_DEAD)
-def test_p_dead_table(G):
-    got = p_dead([0.05, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9], G)
-    assert np.abs(got - TABLE_DEAD[G]).max() < 6e-4
-
-
 def test_expected_batches_table_and_scipy():
     from scipy.stats import binom
 
@@ -445,7 +393,7 @@ def test_expected_batches_against_the_collector(carry):
 def test_recommend():
     assert recommend(0.9, 8).filter_rate == pytest.approx(recommend(0.1, 8).filter_rate)
     assert recommend(0.9, 8).filter_rate == pytest.approx(0.430, abs=5e-4)
-    pool = recommend(0.3, 8, concentration=0.6)
+    pool = recommend(np.random.default_rng(0).beta(0.18, 0.42, 100_000), 8)
     assert 0.55 < pool.filter_rate < 0.65
     assert recommend([0.0, 1.0], 8).max_num_gen_batches == 0
     assert recommend(0.5, 8).max_num_gen_batches < recommend(0.05, 8).max_num_gen_batches
@@ -461,7 +409,8 @@ def test_adaptive_cap_faults():
     first_alone = adaptive_cap(32, 32, 31, 32, 1)
     pooled = adaptive_cap(32, 32, 31 + 8, 64, 2)
     assert pooled < first_alone
-    assert next_batch_size(4, 0, 0, 1.0) == 4 and next_batch_size(4, 10, 10, 1.0, most=32) == 32
+    assert next_batch_size(4, 0, 0, oversample=1) == 4
+    assert next_batch_size(4, 10, 10, most=32, oversample=1) == 32
 
 
 # --- the collector -------------------------------------------------------------------------------
@@ -488,37 +437,6 @@ def test_no_limit(limit):
     script = Script(*[[DEAD]] * 99, [LIVE])
     c = GroupCollector(FilterGroupsConfig(**QUIET, max_num_gen_batches=limit), 1)
     assert c.collect(script).num_gen_batches == 100
-
-
-def test_what_happens_at_the_cap():
-    batches = [[DEAD, LIVE], [DEAD, DEAD]]
-    options = dict(QUIET, max_num_gen_batches=2)
-    c = GroupCollector(FilterGroupsConfig(**options, on_cap="train_partial"), 2)
-    s = c.collect(Script(*batches))
-    assert (s.outcome, s.rollout.num_groups, c.train_steps) == ("partial", 1, 1)
-    s = c.collect(Script([DEAD], [DEAD]))
-    assert (s.outcome, s.rollout, c.train_steps, c.gen_steps) == ("skipped", None, 1, 4)
-    c = GroupCollector(FilterGroupsConfig(**options, on_cap="skip_step"), 2)
-    s = c.collect(Script(*batches))
-    assert (s.outcome, s.rollout, s.metrics["filter/surplus"]) == ("skipped", None, 1)
-    assert s.metrics["filter/carried"] == 0 and c.policy_version == 0
-
-
-def test_two_counters():
-    c = GroupCollector(FilterGroupsConfig(**QUIET), 2)
-    script = Script(*[[DEAD, LIVE]] * 20)
-    for _ in range(10):
-        c.collect(script)
-    assert (c.train_steps, c.gen_steps) == (10, 20)
-
-
-def test_partial_batch_at_the_end_of_the_data(caplog):
-    with caplog.at_level(logging.WARNING, "grpo_nb.filter_groups"):
-        s = GroupCollector(FilterGroupsConfig(**QUIET), 3).collect(Script([LIVE, LIVE]))
-    assert (s.outcome, s.rollout, s.metrics["filter/surplus"]) == ("end", None, 2)
-    assert "2 of 3 groups do not fill a batch" in caplog.text
-    c = GroupCollector(FilterGroupsConfig(**QUIET, on_end="train_partial"), 3)
-    assert c.collect(Script([LIVE, LIVE])).rollout.num_groups == 2
 
 
 def test_rows_stay_whole_and_columns_together():
@@ -562,21 +480,6 @@ def test_carry_over_equals_a_stream_however_it_is_cut(stream, sizes, B):
     assert out == [kept[i : i + B] for i in range(0, len(kept) - B + 1, B)]
 
 
-def test_carried_groups_keep_their_logp_and_age():
-    c = GroupCollector(FilterGroupsConfig(**QUIET, surplus="carry", max_staleness=2), 1)
-    r = groups_of(LIVE, LIVE, LIVE, LIVE)
-    ages = []
-    for _ in range(3):
-        s = c.collect(Script(r))
-        ages.append(s.metrics["filter/age_max"])
-        row = s.rollout.info["row"]
-        assert torch.equal(s.rollout.old_logp_NS, r.old_logp_NS[row])
-    assert ages == [0, 1, 2] and c.carried[0].num_groups == 1
-    s = c.collect(Script([LIVE]))
-    assert (s.metrics["filter/stale"], s.metrics["filter/age_max"]) == (1, 0)
-    assert "older than max_staleness=2" in c.warnings["stale"]
-
-
 def test_the_trainer_may_count_versions_itself():
     c = GroupCollector(FilterGroupsConfig(**QUIET, surplus="carry", max_staleness=3), 1)
     c.collect(Script([LIVE, LIVE]), policy_version=10)
@@ -584,53 +487,55 @@ def test_the_trainer_may_count_versions_itself():
     assert (s.outcome, s.metrics["filter/stale"]) == ("end", 1)
 
 
-def test_actions_of_one_batch():
-    batch = [DEAD, LIVE, [0, 0], LIVE]
-    s = GroupCollector(FilterGroupsConfig(**QUIET, action="drop"), 4).collect(Script(batch))
-    assert (s.outcome, s.rollout.num_groups, s.metrics["filter/batch_fraction"]) == (
-        "partial",
-        2,
-        0.5,
-    )
-    s = GroupCollector(FilterGroupsConfig(**QUIET, action="mask"), 4).collect(Script(batch))
-    assert s.rollout.mask_NS.any(1).tolist() == [False] * 2 + [True] * 2 + [False] * 2 + [True] * 2
-    assert (s.metrics["filter/steps_trained"], s.metrics["filter/batch_fraction"]) == (8, 0.5)
-    assert (
-        GroupCollector(FilterGroupsConfig(**QUIET, action="mask"), 1)
-        .collect(Script([DEAD]))
-        .rollout
-        is None
-    )
-    s = GroupCollector(FilterGroupsConfig(), 2).collect(Script([DEAD, DEAD]))
-    assert (s.outcome, len(s.rollout), s.num_gen_batches) == ("full", 4, 1)
-
-
-def test_adaptive_sizes_waste_less():
-    def ratio(**options):
-        c, source = GroupCollector(FilterGroupsConfig(**QUIET, **options), 32), Source(seed=9)
-        trained = sum(len(c.collect(source).rollout) for _ in range(25))
-        return c.samples_seen / trained
-
-    full, adaptive = ratio(), ratio(sizing="adaptive")
-    assert adaptive < 0.9 * full and adaptive > 1 / (1 - 0.4) * 0.9
-
-
-def test_feedback_sees_every_group_at_the_chosen_time():
-    for when in ("batch", "step"):
-        seen = []
-        config = FilterGroupsConfig(**QUIET, feedback=when)
-        c = GroupCollector(config, 2, on_rewarded=lambda r, seen=seen: seen.append(r.num_groups))
-        c.add(groups_of(DEAD, LIVE))
-        assert seen == ([2] if when == "batch" else [])
-        state = c.state_dict()
-        if when == "step":  # feedback not yet given survives a checkpoint
-            c = GroupCollector(
-                config, 2, on_rewarded=lambda r, seen=seen: seen.append(r.num_groups)
-            )
-            c.load_state_dict(state)
-        c.add(groups_of(LIVE, [0, 0], DEAD))
+def test_every_state_refuses_what_does_not_fit_it():
+    c = GroupCollector(FilterGroupsConfig(**QUIET), 1)
+    for call in (c.take, c.finish):
+        with pytest.raises(ValueError, match="No step is open"):
+            call()
+    with pytest.raises(ValueError, match="the step is closed"):
+        c.add(groups_of(LIVE))
+    c.begin()
+    with pytest.raises(ValueError, match="open already"):
+        c.begin()
+    with pytest.raises(ValueError, match="1 of 1 groups are missing"):
         c.take()
-        assert seen == [2, 3]
+    with pytest.raises(ValueError, match="empty generation batch"):
+        c.add(groups_of(LIVE)[:0])
+    c.add(groups_of(LIVE))
+    assert c.needed == 0
+    with pytest.raises(ValueError, match="the step is full"):
+        c.add(groups_of(LIVE))
+    with pytest.raises(ValueError, match="at least one group"):
+        GroupCollector(FilterGroupsConfig(), 0)
+    with pytest.raises(ValueError, match="num_generations=1"):
+        GroupCollector(FilterGroupsConfig(**QUIET), 4, num_generations=1)
+    GroupCollector(FilterGroupsConfig(), 4, num_generations=1)
+
+
+def test_feedback_sees_every_group_before_the_next_batch_is_sampled():
+    seen = []
+    c = GroupCollector(FilterGroupsConfig(**QUIET), 2, on_rewarded=lambda r: seen.append(r.tasks))
+    batches = [groups_of(DEAD, LIVE), groups_of(LIVE, [0, 0], DEAD)]
+    told = []
+    c.collect(lambda n: told.append(len(seen)) or batches[len(told) - 1])
+    assert told == [0, 1] and seen == [b.tasks for b in batches]
+
+
+def test_the_trainers_weights_hold_unless_the_filter_names_its_own():
+    base = groups_of([1, 0])
+    r = base.replace(
+        rewards_NR=torch.tensor([[1.0, 1], [1, 0]]).double(), reward_names=("acc", "len")
+    )
+    for weights, own, kept in (
+        (None, None, 1),
+        ({"len": 0.0}, None, 0),
+        ({"len": 0.0}, {"len": 1.0}, 1),
+    ):
+        config = FilterGroupsConfig(enable=True, weights=own, log_format=None, action="drop")
+        c = GroupCollector(config, 1, weights=weights)
+        c.begin()
+        c.add(r)
+        assert c.num_held == kept and c.config is config
 
 
 def test_hidden_signal_is_counted():
@@ -657,223 +562,65 @@ def test_pooled_rate_not_mean_of_rates():
     assert m["filter/filter_rate"] == pytest.approx(8 / 10)
 
 
-def test_two_ranks_leave_the_loop_together():
-    import threading
-
-    barrier, table, out = threading.Barrier(2, timeout=20), [None, None], [None, None]
-    scripts = [[[LIVE] * 2, [DEAD], [LIVE]], [[DEAD, LIVE], [DEAD], [LIVE]]]
-
-    def rank(i):
-        def gather(numbers):
-            table[i] = numbers
-            barrier.wait()
-            seen = list(table)
-            barrier.wait()
-            return seen
-
-        c = GroupCollector(FilterGroupsConfig(**QUIET), 2, gather=gather)
-        out[i] = c.collect(Script(*scripts[i]))
-
-    threads = [threading.Thread(target=rank, args=(i,)) for i in (0, 1)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(30)
-    assert [(s.outcome, s.num_gen_batches, s.rollout.num_groups) for s in out] == [
-        ("full", 3, 2)
-    ] * 2
-
-
-# --- ahead of time -------------------------------------------------------------------------------
-
-OVERLAP = [
-    dict(),
-    dict(gen_batch_size=3),
-    dict(sizing="adaptive"),
-    dict(gen_batch_size=3, surplus="carry", max_staleness=1),
-    dict(gen_batch_size=4, adaptive_cap=True, on_cap="train_partial"),
-    dict(gen_batch_size=4, max_num_gen_batches=5, on_cap="skip_step"),
-]
-
-
-@pytest.mark.parametrize("options", OVERLAP)
-@pytest.mark.parametrize("snapshot", [False, True])
-def test_generating_ahead_gives_the_serial_result(options, snapshot):
-    def run(overlap):
-        source = Source(seed=11)
-        c = GroupCollector(FilterGroupsConfig(**QUIET, overlap=overlap, **options), 16)
-        undo = source.snapshot if snapshot else None
-        reward = lambda r: r.replace(info=r.info | {"rewarded": torch.ones(len(r))})
-        return [c.collect(source, reward, snapshot=undo) for _ in range(5)], source, c
-
-    serial, source, c = run(False)
-    ahead, other, d = run(True)
-    for a, b in zip(serial, ahead):
-        assert same(a.rollout, b.rollout) and a.outcome == b.outcome and a.trace == b.trace
-    assert source.given == other.given and torch.equal(
-        source.rng.get_state(), other.rng.get_state()
-    )
-    assert c.gen_steps == d.gen_steps
-
-
-def test_generation_really_overlaps():
-    import threading
-
-    started, proceed = threading.Event(), threading.Event()
-    calls = []
-
-    def generate(n):
-        calls.append(n)
-        if len(calls) == 2:  # only reached while the first reward is waiting
-            assert started.wait(10)
-            proceed.set()
-        return groups_of(LIVE, LIVE)
-
-    def reward(r):
-        started.set()
-        assert proceed.wait(10)
-        return r
-
-    c = GroupCollector(FilterGroupsConfig(**QUIET, overlap=True), 4)
-    assert c.collect(generate, reward).outcome == "full"
-    assert len(calls) == 2
-
-
-def test_exceptions_ahead_propagate_and_undo():
-    def bad(r):
-        raise RuntimeError("judge is down")
-
-    source = Source()
-    before = source.rng.get_state()
-    c = GroupCollector(FilterGroupsConfig(**QUIET, overlap=True), 8)
-    with pytest.raises(RuntimeError, match="judge is down"):
-        c.collect(source, bad, snapshot=source.snapshot)
-    after_one = Source()
-    after_one(8)
-    assert not torch.equal(before, source.rng.get_state())
-    assert torch.equal(source.rng.get_state(), after_one.rng.get_state())
-    assert c.tally.batches == 0 and c.status == "open"
-
-
-# --- resume --------------------------------------------------------------------------------------
+# --- resume and faults ---------------------------------------------------------------------------
 
 RESUME = [
     dict(),
     dict(surplus="carry", max_staleness=1, gen_batch_size=5),
     dict(sizing="adaptive", surplus="carry", max_staleness=2),
-    dict(adaptive_cap=True, on_cap="train_partial", gen_batch_size=2, cap_slack=0),
+    dict(adaptive_cap=True, on_cap="train_partial", gen_batch_size=2),
     dict(max_num_gen_batches=2, on_cap="skip_step", surplus="carry"),
 ]
 
 
 @pytest.mark.parametrize("options", RESUME)
-def test_resume_at_every_generation_batch_is_bitwise(options, tmp_path):
+def test_killed_after_any_generation_batch_the_steps_are_the_same_bytes(options, tmp_path):
     from safetensors.torch import load_file, save_file
 
     config = FilterGroupsConfig(**QUIET, **options)
-    make = lambda: GroupCollector(config, 8, make_task=SimpleNamespace)
 
-    def run(cut=None, steps=4):
-        source, c, out = Source(seed=4), make(), []
+    def run(pause, steps=4):
+        source, c, out, pauses = Source(seed=4), GroupCollector(config, 8, make_task=str), [], 0
         while len(out) < steps:
-            if not c.done:
-                c.add(source(c.needed))
-            if c.gen_steps == cut:
-                state = c.state_dict()
-                save_file(state["tensors"], tmp_path / "t.safetensors")
-                (tmp_path / "s.json").write_text(json.dumps(state["json"]))
-                c, other = make(), Source()
-                c.load_state_dict(
-                    {
-                        "json": json.loads((tmp_path / "s.json").read_text()),
-                        "tensors": load_file(tmp_path / "t.safetensors"),
-                    }
-                )
-                other.rng.set_state(source.rng.get_state())
-                other.given, source = source.given, other
-                cut = None
-            if c.done:
-                out.append(c.take())
-        return out, c
-
-    whole, c = run()
-    for cut in range(1, c.gen_steps + 1):
-        resumed, d = run(cut)
-        for a, b in zip(whole, resumed):
-            assert same(a.rollout, b.rollout) and a.outcome == b.outcome
-            assert json.dumps(a.metrics) == json.dumps(b.metrics)
-            assert json.dumps(a.trace) == json.dumps(b.trace)
-        assert json.dumps(c.state_dict()["json"]) == json.dumps(d.state_dict()["json"])
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("options", RESUME)
-def test_a_pause_after_every_generation_batch_changes_nothing(options, overlap):
-    config = FilterGroupsConfig(**QUIET, overlap=overlap, **options)
-    make = lambda: GroupCollector(config, 8, make_task=SimpleNamespace)
-    reward = lambda r: r.replace(info=r.info | {"rewarded": torch.ones(len(r))})
-
-    def run(pause, snapshot, steps=4):
-        source, c, out, pauses = Source(seed=4), make(), [], 0
-        while len(out) < steps:
-            undo = source.snapshot if snapshot else None
-            got = c.collect(source, reward, snapshot=undo, on_batch=lambda c: pause)
+            got = c.collect(source, snapshot=source.snapshot, on_batch=lambda c: pause)
             if got.outcome != "paused":
                 out.append(got)
                 continue
             assert got.rollout is None and got.trace == c.trace
             state, other, pauses = c.state_dict(), Source(), pauses + 1
-            c = make()
-            c.load_state_dict(state | {"json": json.loads(json.dumps(state["json"]))})
+            save_file(state["tensors"], tmp_path / "t.safetensors")
+            text, tensors = json.dumps(state["json"]), load_file(tmp_path / "t.safetensors")
+            c = GroupCollector(config, 8, make_task=str)
+            c.load_state_dict({"json": json.loads(text), "tensors": tensors})
             other.rng.set_state(source.rng.get_state())
             other.given, source = source.given, other
         return out, c, pauses
 
-    whole, c, none = run(False, False)
-    assert none == 0
-    for snapshot in (False, True):
-        parts, d, pauses = run(True, snapshot)
-        assert pauses == d.gen_steps == c.gen_steps
-        for a, b in zip(whole, parts):
-            assert same(a.rollout, b.rollout) and a.outcome == b.outcome and a.trace == b.trace
-            skip = ("filter/wasted",) if overlap and snapshot else ()
-            told = [{k: v for k, v in x.metrics.items() if k not in skip} for x in (a, b)]
-            assert json.dumps(told[0]) == json.dumps(told[1])
+    (whole, c, none), (parts, d, pauses) = run(False), run(True)
+    assert none == 0 and pauses == d.gen_steps == c.gen_steps
+    for a, b in zip(whole, parts):
+        assert same(a.rollout, b.rollout) and a.outcome == b.outcome and a.trace == b.trace
+        assert json.dumps(a.metrics) == json.dumps(b.metrics)
+    assert json.dumps(c.state_dict()["json"]) == json.dumps(d.state_dict()["json"])
 
 
-def test_the_batch_generated_ahead_is_part_of_the_state():
-    config = FilterGroupsConfig(**QUIET, overlap=True, gen_batch_size=2)
-    source, c = Source(seed=4), GroupCollector(config, 16, make_task=SimpleNamespace)
-    assert c.collect(source, lambda r: r, on_batch=lambda c: True).outcome == "paused"
-    assert source.given == 4 and c.samples_seen == 8 and len(c.ahead) == 1
-    assert any(k.startswith("ahead.0.") for k in c.state_dict()["tensors"])
+def test_a_batch_waits_for_its_rewards_also_in_a_checkpoint():
+    source, c = Source(seed=4), GroupCollector(FilterGroupsConfig(**QUIET), 8, make_task=str)
 
+    def broken(r):
+        raise TimeoutError("no answer")
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_rewards_that_fail_lose_no_sample(overlap):
-    def run(fails):
-        calls, out = [], []
-        source = Source(seed=4)
-        c = GroupCollector(FilterGroupsConfig(**QUIET, overlap=overlap, gen_batch_size=5), 8)
-
-        def reward(r):
-            calls.append(1)
-            if fails and len(calls) % 2:
-                raise TimeoutError("no answer")
-            return r
-
-        while len(out) < 3:
-            try:
-                out.append(c.collect(source, reward))
-            except TimeoutError:
-                assert c.ahead
-        return out, source.given
-
-    whole, given = run(False)
-    again, as_many = run(True)
-    assert given == as_many
-    for a, b in zip(whole, again):
-        assert same(a.rollout, b.rollout) and a.trace == b.trace
+    for _ in range(2):  # asked again, not sampled again
+        with pytest.raises(TimeoutError):
+            c.collect(source, broken)
+        assert source.given == 8 and c.tally.batches == 0 and c.status == "open"
+    d = GroupCollector(FilterGroupsConfig(**QUIET), 8, make_task=str)
+    d.load_state_dict(c.state_dict())
+    whole = GroupCollector(FilterGroupsConfig(**QUIET), 8).collect(Source(seed=4))
+    again = d.collect(source, lambda r: r)
+    assert same(again.rollout, whole.rollout) and again.trace == whole.trace
+    with pytest.raises(ValueError, match="another format"):
+        d.load_state_dict({"json": {}, "tensors": {}})
 
 
 def test_an_interrupt_while_sampling_is_undone():
@@ -887,30 +634,12 @@ def test_an_interrupt_while_sampling_is_undone():
     before = source.rng.get_state()
     with pytest.raises(KeyboardInterrupt):
         c.collect(cut, snapshot=source.snapshot)
-    assert source.given == 0 and torch.equal(before, source.rng.get_state()) and not c.ahead
-
-
-def test_a_raised_limit_continues_the_step():
-    c = GroupCollector(FilterGroupsConfig(**QUIET, max_num_gen_batches=1), 2)
-    script = Script([DEAD, LIVE], [LIVE, LIVE])
-    for _ in range(2):
-        with pytest.raises(FilterCapError):
-            c.collect(script)
-    assert len(script.asked) == 1
-    c.config.max_num_gen_batches = 2
-    assert c.collect(script).outcome == "full" and len(script.asked) == 2
-
-
-def test_samples_generated_ahead_do_not_outlive_an_update():
-    c = GroupCollector(FilterGroupsConfig(**QUIET), 3)
-    c.add(groups_of(LIVE))
-    c.ahead.append(groups_of(LIVE, LIVE))
-    got = c.take(partial=True)
-    assert got.metrics["filter/wasted"] == 2 and not c.ahead
+    assert source.given == 0 and torch.equal(before, source.rng.get_state())
 
 
 def test_state_is_a_snapshot():
     c = GroupCollector(FilterGroupsConfig(**QUIET), 4)
+    c.begin()
     c.add(groups_of(LIVE, DEAD))
     state = c.state_dict()
     text = json.dumps(state["json"])
@@ -1070,11 +799,6 @@ def test_steps_are_kept_apart_and_rates_pooled():
     assert double["batch"].tolist() == [1, 2, 3] * 2
 
 
-def test_wrong_printed_step_rate_is_flagged():
-    s = parse_filter_logs(FORM_B.replace("0.598", "0.612"))[1]
-    assert s["issues"] == ["filter_rate 0.612 printed, 0.5990 counted"]
-
-
 def test_empty_and_foreign_input():
     for text in ("", "   \n", "epoch 1\nloss 0.3\n"):
         frame, s = parse_filter_logs(text)
@@ -1159,13 +883,12 @@ def test_the_reader_survives_any_damage(data):
     assert (frame["filter_rate"].dropna() <= 1).all() or s["issues"]
 
 
-@pytest.mark.parametrize("style", ["A", "B"])
-def test_what_is_written_is_read_back(style, caplog):
+def test_what_is_written_is_read_back(caplog):
     config = FilterGroupsConfig(
-        enable=True, metric="acc", log_format=style, max_num_gen_batches=2, on_cap="train_partial"
+        enable=True, metric="acc", max_num_gen_batches=2, on_cap="train_partial"
     )
     c, source = GroupCollector(config, 16), Source(seed=6)
-    with caplog.at_level(logging.INFO, "grpo_nb.filter_groups"):
+    with caplog.at_level(logging.INFO, "grpo_nb.collector"):
         steps = [c.collect(source) for _ in range(12)]
     frame, s = parse_filter_logs("\n".join(caplog.messages))
     entries = [e for t in steps for e in t.trace]
@@ -1192,12 +915,12 @@ def test_plot_and_summary():
         plot_filter_logs(parse_filter_logs("num_prompt_in_batch=4 < prompt_bsz=8")[0])
 
 
-# --- warnings and the cache ----------------------------------------------------------------------
+# --- warnings ------------------------------------------------------------------------------------
 
 
 def test_warnings_come_once_and_survive_a_resume(caplog):
     c = GroupCollector(FilterGroupsConfig(**QUIET, on_cap="skip_step", max_num_gen_batches=1), 1)
-    with caplog.at_level(logging.WARNING, "grpo_nb.filter_groups"):
+    with caplog.at_level(logging.WARNING, "grpo_nb.collector"):
         c.collect(Script([DEAD, DEAD]))
         c.collect(Script([DEAD, DEAD]))
         d = GroupCollector(
@@ -1221,7 +944,7 @@ def test_warnings_come_once_and_survive_a_resume(caplog):
 )
 def test_diagnosis_from_data(groups, cause):
     r = groups_of(*groups)
-    assert diagnose(decide(r, FilterGroupsConfig(metric="acc")).counts())[0] == cause
+    assert likely_cause(decide(r, FilterGroupsConfig(metric="acc")).counts())[0] == cause
 
 
 def test_single_samples_dropped_by_choice_say_so():
@@ -1234,19 +957,10 @@ def test_single_samples_dropped_by_choice_say_so():
     )
 
 
-def test_cache_is_bound_to_a_policy_version():
-    cache = StdCache()
-    assert cache.get("q", 0, lambda: [0, 0]) == 0.0
-    assert cache.get("q", 0, lambda: [0, 1]) == 0.0 and cache.hits == 1
-    assert cache.get("q", 1, lambda: [0, 1]) == 0.5
-    with pytest.raises(ValueError, match="samples are gone"):
-        cache.get("q", 0, lambda: [0, 1])
-
-
 def test_import_is_light():
     import subprocess
     import sys
 
-    code = "import sys, grpo_nb.filter_groups; print(sorted({'scipy','pandas','matplotlib','fastcore','transformers'} & set(sys.modules)))"
+    code = "import sys, grpo_nb.filter_groups; print(sorted({'scipy','pandas','matplotlib','transformers'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

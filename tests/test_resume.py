@@ -34,7 +34,6 @@ SETUPS = {
     "plain": ["update.loss.kl_coef=0.01", "optimizer.schedule=cosine"],
     "epochs": ["update.num_epochs=3", "update.minibatch_size=8", "update.kl_stop.target=0.001", "eval.every=2", "eval.limit=4", "eval.samples=2"],
     "filter": ["filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson", "tasks.prefetch=true"],
-    "overlap": ["filter_groups.enable=true", "filter_groups.overlap=true", "filter_groups.feedback=step", "tasks.selector=greso"],
 }  # fmt: skip
 
 
