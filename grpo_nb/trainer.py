@@ -248,12 +248,8 @@ LIMITS = {  # dataclass: {field: conditions that each of its numbers meets}; "an
         "min_spread": ">= 0, finite",
         "band": "finite",
         "max_staleness": ">= 0",
-        "cap_slack": ">= 0",
-        "min_batches": ">= 1",
         "gen_batch_size": ">= 0",
-        "oversample": ">= 1, finite",
-        "max_gen_batch_size": ">= 0",
-        "memory": ">= 0, <= 1",
+        "filter_rate_ema": ">= 0, <= 1",
     },
     AdvantageConfig: {
         "weights": "finite",
