@@ -710,4 +710,4 @@ def test_the_recordings_of_the_wheel():
 
 def test_clip_and_reduce_are_reported_by_the_policy():
     assert "D = 8, reduce 'mean'" in repr(make(reduce="mean"))
-    assert Clip(0.2).bounds() == (0.8, 1.2)
+    assert Clip(0.2).bounds == (0.8, 1.2)

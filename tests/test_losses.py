@@ -1,5 +1,6 @@
 """Losses against numbers recorded from TRL and verl, finite differences, and properties that must hold for every input."""
 
+import inspect
 import json
 import math
 from pathlib import Path
@@ -9,21 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_nb import losses
 from grpo_nb.losses import (
     AGGREGATIONS,
     POLICY_LOSSES,
     Clip,
     LossConfig,
     aggregate,
+    apply_mask,
     at_level,
     band_covariance,
     cispo,
     clip_metrics,
-    combine,
     covariance,
-    drop_truncated,
     high_entropy_mask,
-    inside,
     item_mean,
     kl_penalty,
     log_ratio,
@@ -33,8 +33,7 @@ from grpo_nb.losses import (
     top_covariance,
     unit_mask,
     vespo,
-    window_denominator,
-    window_denominators,
+    window_counts,
 )
 
 DATA = Path(__file__).parent / "conformance"
@@ -88,23 +87,18 @@ TRL = {
 
 def trl_config(p):
     name, mode = TRL[p["loss_type"]]
-    options = {} if name == "vespo" else {"limit": INF}  # the peer does not bound the log ratio
     extra = {}
     if name == "ppo":
-        extra["clip"] = Clip(p["epsilon_low"], p["epsilon_high"])
-        extra["ratio_max"] = p["delta"]
+        extra = {"clip": Clip(p["epsilon_low"], p["epsilon_high"]), "ratio_max": p["delta"]}
     elif name == "cispo":
-        extra["ratio_max"] = p["epsilon_high"]
-    elif name == "sapo":
-        options["tau_pos"] = p.get("sapo_temperature_pos", 1.0)
-        options["tau_neg"] = p.get("sapo_temperature_neg", 1.05)
+        extra = {"ratio_max": p["epsilon_high"]}
     else:
-        options |= {k.removeprefix("vespo_"): v for k, v in p.items() if k.startswith("vespo_")}
-        options = {k: v for k, v in options.items() if k != "limit"}
+        names = {f"{name}_temperature_{k}": f"tau_{k}" for k in ("pos", "neg")}
+        names |= {k: k.removeprefix("vespo_") for k in p if k.startswith("vespo_")}
+        extra = {"options": {v: p[k] for k, v in names.items() if k in p}}
     return LossConfig(
         name,
         level=p["importance_sampling_level"],
-        options=options,
         aggregation=mode,
         max_length=p["max_completion_length"],
         count_empty=True,
@@ -114,38 +108,37 @@ def trl_config(p):
     )
 
 
-def trl_denominators(p, mask, config):
-    "The peer divides row means by the accumulation steps, and token sums by its share of the generation batch."
+def trl_window(p, mask):
+    "Counts of the window, and what the peer divides by besides: row means by the accumulation steps."
     ga = p["ga"] if p["mode"] == "train" else 1
-    if TRL[p["loss_type"]][1] == "token_mean":
-        steps = p["steps_per_generation"] if p["mode"] == "train" else 1
-        d = max(p["num_items"], 1) * ga / steps
-    else:
-        d = float(window_denominator(mask, config.aggregation, count_empty=True)) * ga
-    return {"policy": d, "kl": d}
+    if TRL[p["loss_type"]][1] != "token_mean":
+        return window_counts(mask, count_empty=True), ga
+    steps = p["steps_per_generation"] if p["mode"] == "train" else 1
+    return torch.full((2, 2), max(p["num_items"], 1) * ga / steps, dtype=torch.float64), 1
+
+
+def trl_capped_at_a_width(case, x):
+    "Read as an absolute cap, 0.2 cuts every ratio: the gradient of reinforce times 0.2. Ours refuses it."
+    logp, mask = x["logp"].clone().requires_grad_(), x["mask"]
+    with pytest.raises(ValueError, match="must enclose 1"):
+        cispo(logp, logp, logp, ratio_max=0.2)
+    weight = torch.full_like(x["logp"], 0.2)
+    config = LossConfig("reinforce")
+    loss, _ = policy_loss(logp, x["old_logp"], x["advantages"], mask, config, weight_NS=weight)
+    loss.backward()
+    check(loss.detach(), wanted(case)["loss"], case["tolerance"])
+    check(logp.grad, wanted(case)["grad"], case["tolerance"])
 
 
 @pytest.mark.parametrize("case", cases("losses_trl.json"))
-def test_trl(case):
+def test_trl(case, monkeypatch):
     p, x = case["params"], tensors(case)
     if case["name"] == "cispo/relative_looking_cap":
-        with pytest.raises(ValueError, match="must enclose 1"):
-            logp, ones = x["logp"], x["mask"]
-            cispo(logp - x["old_logp"], x["advantages"], ones, logp, ratio_max=0.2)
-        want, scale = (
-            wanted(case),
-            0.2,
-        )  # every ratio is cut to the cap: the gradient of reinforce times it
-        logp = x["logp"].clone().requires_grad_()
-        weight = torch.full_like(logp, scale)
-        config = LossConfig("reinforce")
-        loss, _ = policy_loss(
-            logp, x["old_logp"], x["advantages"], x["mask"], config, weight_NS=weight
-        )
-        loss.backward()
-        check(loss.detach(), want["loss"], case["tolerance"])
-        check(logp.grad, want["grad"], case["tolerance"])
-        return
+        return trl_capped_at_a_width(case, x)
+    if case["name"] == "grpo/extreme":
+        check_extreme_kl(case, x)
+    if p["loss_type"] != "vespo":
+        monkeypatch.setattr(losses, "LOG_RATIO_MAX", INF)  # the peer does not bound the log ratio
     config = trl_config(p)
     logp, mask = x["logp"].clone().requires_grad_(), x["mask"]
     weight = None
@@ -154,9 +147,7 @@ def test_trl(case):
         weight = off_policy_keep(logp, x["old_logp"], x["advantages"], mask, threshold)
     if "top_entropy_quantile" in p:
         weight = high_entropy_mask(x["entropies"], mask, p["top_entropy_quantile"]).double()
-    # the KL of the peer is not bounded either
-    if case["name"] == "grpo/extreme":
-        return check_extreme_kl(case, x)
+    window, ga = trl_window(p, mask)
     loss, metrics = policy_loss(
         logp,
         x.get("old_logp"),
@@ -165,43 +156,31 @@ def test_trl(case):
         config,
         x.get("ref_logp"),
         weight_NS=weight,
-        denominators=trl_denominators(p, mask, config),
+        window=window,
     )
+    loss = loss / ga
     loss.backward()
     want, tol = wanted(case), case["tolerance"]
     check(loss.detach(), want["loss"], tol)
     check(logp.grad, want["grad"], tol)
     got, loose = report(metrics), {"rtol": 1e-6, "atol": 1e-7}  # the peer's metrics are float32
     for name, value in want["metrics"].items():
-        if name == "cispo_clip_ratio":
-            name = "clip_ratio/high_mean"
-        elif name == "vespo/phi_seq_mean" or name == "entropy":
-            continue
-        check(got[name], value, loose)
+        if name not in ("vespo/phi_seq_mean", "entropy"):
+            name = {"cispo_clip_ratio": "clip_ratio/high_mean"}.get(name, name)
+            check(got[name], value, loose)
 
 
 def check_extreme_kl(case, x):
-    "Our k3 is bounded at a log ratio of 20: finite everywhere, and equal to the unbounded peer where it is not reached."
+    "Log ratios are bounded at 20: finite everywhere, and equal to the unbounded peer where that is not reached."
     logp = x["logp"].clone().requires_grad_()
     config = trl_config(case["params"])
     loss, _ = policy_loss(logp, x["old_logp"], x["advantages"], x["mask"], config, x["ref_logp"])
     loss.backward()
     assert loss.isfinite() and logp.grad.isfinite().all()
-    near = ((x["ref_logp"] - x["logp"]) <= 20) & ((x["logp"] - x["ref_logp"]) <= 20)
+    near = ((x["ref_logp"] - x["logp"]).abs() <= 20) & ((x["logp"] - x["old_logp"]).abs() <= 20)
     want = torch.tensor(case["expected"]["grad"], dtype=torch.float64)
     assert 0 < near.sum() < near.numel()
     torch.testing.assert_close(logp.grad[near], want[near], rtol=1e-8, atol=1e-9)
-    kl = kl_penalty(x["logp"], x["ref_logp"], limit=INF)
-    check(kl.mean(), case["expected"]["metrics"]["kl"], {"rtol": 1e-6, "atol": 0})
-    # with the bound lifted by hand the peer's numbers are ours
-    logp = x["logp"].clone().requires_grad_()
-    base = LossConfig(clip=config.clip, options=config.options, aggregation="grpo")
-    loss, _ = policy_loss(logp, x["old_logp"], x["advantages"], x["mask"], base)
-    kl = kl_penalty(logp, x["ref_logp"], limit=INF)
-    loss = loss + config.kl_coef * aggregate(kl, x["mask"], "grpo")
-    loss.backward()
-    check(loss.detach(), case["expected"]["loss"], case["tolerance"])
-    check(logp.grad, case["expected"]["grad"], case["tolerance"])
 
 
 def test_trl_vespo_weight_is_the_recorded_one():
@@ -209,23 +188,12 @@ def test_trl_vespo_weight_is_the_recorded_one():
         case = param.values[0]
         if case["params"]["loss_type"] != "vespo":
             continue
-        x, config = tensors(case), trl_config(case["params"])
-        old = x.get("old_logp", x["logp"])
-        out = vespo(
-            x["logp"] - old, torch.ones(len(old)), x["mask"], torch.ones_like(old), **config.options
-        )
-        signs = vespo(
-            x["logp"] - old,
-            -torch.ones(len(old)),
-            x["mask"],
-            torch.ones_like(old),
-            **config.options,
-        )
-        phi = torch.where((x["advantages"] >= 0)[:, None], -out, signs)
-        first = unit_mask(torch.ones_like(x["mask"]), "sequence")
-        got = torch.where(x["mask"].any(1, keepdim=True), phi, 1.0)[
-            first
-        ].mean()  # an empty row has phi 1
+        x, options = tensors(case), trl_config(case["params"]).options
+        mask, one = x["mask"], torch.ones_like(x["logp"])
+        x_NS = apply_mask(x["logp"] - x.get("old_logp", x["logp"]), mask)
+        sign = torch.where(x["advantages"] >= 0, 1.0, -1.0).double()[:, None] * one
+        phi = -vespo(x_NS, sign, mask, one, **options) / sign
+        got = torch.where(mask.any(1), phi[:, 0], 1.0).mean()  # an empty row has phi 1
         check(got, case["expected"]["metrics"]["vespo/phi_seq_mean"], {"rtol": 1e-6, "atol": 1e-8})
 
 
@@ -278,7 +246,7 @@ def verl_selected(p, x):
 def verl_policy(case):
     p, x = case["params"], tensors(case)
     if "error" in case["expected"]:
-        with pytest.raises(ValueError, match="must exceed 1|beta must be positive"):
+        with pytest.raises(ValueError, match="must be > 1|options.beta must be"):
             policy_loss(x["logp"], x["old_logp"], x["advantages"], x["mask"], verl_config(p))
         return
     config = verl_config(p)
@@ -333,7 +301,7 @@ def verl_metrics(case, x, config, got):
         check(got["clip_ratio/dual_mean"], want["pg_clipfrac_lower"], loose)
     elif case["params"]["loss_mode"] == "gspo":  # the peer counts tokens, ours sequences
         ratio = at_level(x["logp"] - x["old_logp"], x["mask"], "sequence")
-        by_token = clip_metrics(ratio, x["advantages"], x["mask"], config.clip.bounds())
+        by_token = clip_metrics(ratio, x["advantages"], x["mask"], config.clip.bounds)
         check(report(by_token)["clip_ratio/region_mean"], want["pg_clipfrac"], loose)
     unbounded = not ({"extreme"} & set(case["tags"])) or case["params"]["loss_mode"] in (
         "gspo",
@@ -348,10 +316,9 @@ def verl_micro_batches(case):
     info = p["global_batch_info"]
     config = verl_config(p)
     config.max_length = info["loss_scale_factor"]
-    d = window_denominators(x["mask"], config)
-    counts = {"token-mean": info["batch_num_tokens"]}
-    assert int(d["policy"]) == counts.get(p["agg"], info["global_batch_size"])
-    logp, losses = x["logp"].clone().requires_grad_(), []
+    window = window_counts(x["mask"])
+    assert window[0].tolist() == [info["batch_num_tokens"], info["global_batch_size"]]
+    logp, parts = x["logp"].clone().requires_grad_(), []
     for a, b in case["inputs"]["row_ranges"]:
         rows = slice(a, b)
         mask = x["mask"][rows]
@@ -363,30 +330,28 @@ def verl_micro_batches(case):
             mask,
             config,
             weight_NS=weight,
-            denominators=d,
+            window=window,
         )
         loss.backward()
-        losses.append(loss.item())
+        parts.append(loss.item())
     want, tol = wanted(case), case["tolerance"]
-    check([losses], [want["losses"]], tol)
-    check(sum(losses), want["loss_sum"], tol)
+    check([parts], [want["losses"]], tol)
+    check(sum(parts), want["loss_sum"], tol)
     check(logp.grad, want["grad"], tol)
 
 
 def verl_aggregate(case):
     p, x = case["params"], tensors(case)
-    kw = {
-        "max_length": p.get("loss_scale_factor", x["mask"].shape[1]),
-        "ranks": p.get("dp_size", 1),
-    }
-    counts = {"token-mean": "batch_num_tokens"}.get(p["agg"], "global_batch_size")
-    kw["denominator"] = p.get(counts)
+    width, ranks = p.get("loss_scale_factor", x["mask"].shape[1]), p.get("dp_size", 1)
     loss_mat = x["loss_mat"].clone().requires_grad_()
     if "error" in case["expected"]:
-        with pytest.raises(ValueError):
-            aggregate(loss_mat, x["mask"], p["agg"], **kw)
+        if "dp_needs_count" not in case["name"]:  # ours has no rank count that could lack its total
+            with pytest.raises(ValueError):
+                aggregate(loss_mat, x["mask"], p["agg"])
         return
-    loss = aggregate(loss_mat, x["mask"], p["agg"], **kw)
+    window = window_counts(x["mask"])[0]
+    counts = (p.get("batch_num_tokens", window[0]), p.get("global_batch_size", window[1]))
+    loss = aggregate(loss_mat, x["mask"], p["agg"], torch.tensor(counts), width) * ranks
     loss.backward()
     want = wanted(case)
     check(loss.detach(), want["loss"], case["tolerance"])
@@ -479,10 +444,10 @@ def draw_batch(seed, n, s, nan_outside=True, spread=0.4):
     return out | {"mask": mask, "item": item, "selected": selected}
 
 
-def run(b, config, parts=None, ranks=1):
+def run(b, config, parts=None):
     "Loss, gradient and metrics of a window in micro-batches."
     logp = b["logp"].clone().requires_grad_()
-    d = window_denominators(b["mask"], config)
+    window = window_counts(b["mask"])
     total, metrics = 0.0, []
     for i in parts if parts is not None else [slice(None)]:
         loss, m = policy_loss(
@@ -496,12 +461,11 @@ def run(b, config, parts=None, ranks=1):
             weight_NS=b["weight"][i],
             entropy_NS=b["entropy"][i],
             selected_NS=b["selected"][i],
-            denominators=d,
-            ranks=ranks,
+            window=window,
         )
         loss.backward()
         total, metrics = total + loss.item(), [*metrics, m]
-    return total, logp.grad, report(combine(metrics))
+    return total, logp.grad, report(*metrics)
 
 
 def close(a, b, rtol=1e-9):
@@ -571,20 +535,6 @@ def test_what_lies_outside_the_mask_does_not_matter(seed, n, name, mode):
     close(list(a[2].values()), list(b[2].values()))
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    name=st.sampled_from(sorted(EVERY_LOSS)),
-    mode=st.sampled_from(SPLIT_FREE),
-)
-def test_two_ranks_with_averaged_gradients_are_one(seed, name, mode):
-    b, config = draw_batch(seed, 6, 4), config_of(name, mode, "token")
-    total, grad, _ = run(b, config)
-    losses = [run(b, config, [half], ranks=2) for half in (slice(0, 2), slice(2, 6))]
-    close(sum(x[0] for x in losses) / 2, total)
-    close(sum(torch.zeros_like(grad) if x[1] is None else x[1] for x in losses) / 2, grad)
-
-
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), repeat=st.integers(1, 4))
 def test_item_ratio_does_not_depend_on_title_length(seed, repeat):
@@ -638,15 +588,13 @@ def test_gradient_of_geo_mean_is_the_finite_difference():
 @pytest.mark.parametrize("name", ["cispo", "vespo", "dppo_tv", "dppo_kl"])
 def test_gradient_with_a_frozen_weight_is_weight_times_advantage(name):
     b = draw_batch(11, 5, 6, nan_outside=False)
-    x, ones = b["logp"], torch.ones_like(b["logp"])
+    x, mask = b["logp"], b["mask"]
     config = LossConfig(name, **EVERY_LOSS[name])
-    extra = {"logp_NS": ones}  # the value per unit of logp is -weight * advantage
-    if name.startswith(
-        "dppo"
-    ):  # the trust region looks at logp itself: read the weight off the value
-        extra = {"logp_NS": x, "old_logp_NS": b["old"]}
-    step = POLICY_LOSSES[name](x - b["old"], b["adv"], b["mask"], **extra, **config.arguments())
-    frozen = (step / extra["logp_NS"]).detach()
+    given = {"logp_NS": x, "old_logp_NS": b["old"], "mask_NS": mask}
+    asked = inspect.signature(POLICY_LOSSES[name]).parameters
+    given = {k: v for k, v in given.items() if k in asked} | config.arguments()
+    step = POLICY_LOSSES[name](apply_mask(x - b["old"], mask), apply_mask(b["adv"], mask), **given)
+    frozen = (step / x).detach()  # the value per unit of logp is -weight * advantage
     f = lambda v: aggregate(frozen * v, b["mask"])
     assert torch.autograd.gradcheck(f, x.clone().requires_grad_())
     p, q = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -725,21 +673,13 @@ def test_zero_step_means_ratio_one(level):
     assert m["kl_old/k1"] == m["kl_old/k3"] == m["clip_ratio/region_mean"] == 0
 
 
-def test_group_baseline_gives_value_zero_and_gradient_not_zero():
-    p = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    adv = torch.tensor([1.5, -0.5, -0.5, -0.5])
-    loss, _ = policy_loss(p, p.detach().clone(), adv, torch.ones(4, 3))
-    loss.backward()
-    assert abs(loss.item()) < 1e-7 and p.grad.norm() > 0.1
-
-
 def test_half_precision_is_computed_in_float32():
     b = draw_batch(4, 4, 5, nan_outside=False)
     half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in b.items()}
     full = {k: v.float() if v.is_floating_point() else v for k, v in half.items()}
-    loss, _ = policy_loss(half["logp"], half["old"], half["adv"], b["mask"])
-    want, _ = policy_loss(full["logp"], full["old"], full["adv"], b["mask"])
-    assert loss.dtype == torch.float32 and loss == want
+    for config in (LossConfig(), LossConfig(kl_coef=0.5, kl_importance=True)):
+        on = lambda x, c=config: policy_loss(x["logp"], x["old"], x["adv"], b["mask"], c, x["ref"])
+        assert on(half)[0].dtype == torch.float32 and on(half)[0] == on(full)[0]
 
 
 def test_empty_window_and_empty_batch():
@@ -765,20 +705,6 @@ def test_empty_window_and_empty_batch():
     assert loss == 0 and report(m)["clip_ratio/region_mean"] == 0
 
 
-def test_truncated_rows_leave_numerator_and_denominator():
-    b = draw_batch(8, 6, 4)
-    b["mask"][:, 0] = True
-    b = {k: torch.where(b["mask"], v, 0.0) if v.is_floating_point() else v for k, v in b.items()}
-    done = torch.tensor([1, 0, 1, 1, 0, 1]).bool()
-    for mode in SPLIT_FREE:
-        config = LossConfig(aggregation=mode, max_length=4)
-        cut = drop_truncated(b["mask"], done)
-        a, _ = policy_loss(b["logp"], b["old"], b["adv"], cut, config)
-        only = {k: v[done] for k, v in b.items()}
-        want, _ = policy_loss(only["logp"], only["old"], only["adv"], only["mask"], config)
-        close(a, want)
-
-
 def test_clip_cov_draws_from_the_given_generator():
     cov = torch.linspace(0.0, 2.0, 100)[None]
     pick = lambda seed: band_covariance(cov, 0.5, 1.5, 0.1, torch.Generator().manual_seed(seed))
@@ -800,35 +726,13 @@ def test_shapes_are_checked():
         with pytest.raises(ValueError, match="for a mask of shape"):
             policy_loss(ok, ok, bad, torch.ones(2, 3))
         with pytest.raises(ValueError, match="for a mask of shape"):
-            inside(bad, torch.ones(2, 3))
+            apply_mask(bad, torch.ones(2, 3))
     with pytest.raises(ValueError, match="requires grad"):
         policy_loss(ok, ok.clone().requires_grad_(), torch.zeros(2), torch.ones(2, 3))
-    with pytest.raises(ValueError, match="give the window's denominators"):
-        policy_loss(ok, ok, torch.zeros(2), torch.ones(2, 3), ranks=2)
     with pytest.raises(ValueError, match="needs selected_NS"):
         policy_loss(ok, ok, torch.zeros(2), torch.ones(2, 3), LossConfig("kl_cov"))
     with pytest.raises(ValueError, match="needs entropy_NS"):
         policy_loss(ok, ok, torch.zeros(2), torch.ones(2, 3), LossConfig(entropy_coef=0.1))
-
-
-def test_yaml_style_overrides_reach_the_clip():
-    omegaconf = pytest.importorskip("omegaconf")
-    base = omegaconf.OmegaConf.structured(LossConfig)
-    over = omegaconf.OmegaConf.from_dotlist(["clip.low=0.3", "policy_loss=dro", "options.beta=0.5"])
-    with pytest.raises(ValueError, match="Unknown option of 'dro' 'clip'"):
-        omegaconf.OmegaConf.to_object(omegaconf.OmegaConf.merge(base, over))
-    over = omegaconf.OmegaConf.from_dotlist(["clip.low=0.3"])
-    config = omegaconf.OmegaConf.to_object(omegaconf.OmegaConf.merge(base, over))
-    assert config.arguments()["clip"].bounds() == pytest.approx((0.7, 1.3))
-
-
-def test_importance_weighted_kl_takes_its_difference_in_float32():
-    b = draw_batch(4, 4, 5, nan_outside=False)
-    half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in b.items()}
-    full = {k: v.float() if v.is_floating_point() else v for k, v in half.items()}
-    config = LossConfig(kl_coef=0.5, kl_importance=True)
-    run_on = lambda x: policy_loss(x["logp"], x["old"], x["adv"], b["mask"], config, x["ref"])[0]
-    assert run_on(half) == run_on(full)
 
 
 def test_k3_pulls_back_from_both_sides_however_far():
@@ -837,11 +741,3 @@ def test_k3_pulls_back_from_both_sides_however_far():
         p = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
         kl_penalty(p, p.detach() + d).sum().backward()
         assert math.copysign(1, p.grad.item()) == sign and abs(p.grad.item()) > 0.5
-
-
-def test_the_bounds_in_force_are_known():
-    both = LossConfig(clip=Clip(0.2, 0.28))
-    assert both.bounds() == {"clip/low": 0.8, "clip/high": 1.28}
-    assert LossConfig("gmpo", aggregation="grpo").bounds() == pytest.approx(
-        {"clip/low": math.exp(-0.4), "clip/high": math.exp(0.4)}
-    )
