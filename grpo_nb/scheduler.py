@@ -855,7 +855,7 @@ class TasksetScheduler:
         "Choose the next batch and start reading it."
         size = self._size(self._wanted) if self.prefetch and self._wanted else 0
         if size:
-            before = self.cursor, [s.position() for s in self.selectors]
+            before = self.cursor, [s.state_dict() for s in self.selectors]
             self.reader.begin(self._wanted, before, self._draw(size))
 
     def _rewind(self) -> bool:
@@ -864,7 +864,7 @@ class TasksetScheduler:
         if before is not None:
             self.cursor, positions = before
             for s, p in zip(self.selectors, positions):
-                s.seek(p)
+                s.load_state_dict(p)
         return before is not None
 
     def close(self) -> None:

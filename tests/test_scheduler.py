@@ -562,7 +562,7 @@ def open_table(entry):
 def test_yaml_of_the_original_document_loads_as_it_is(tmp_path):
     (tmp_path / "run.yaml").write_text(DOCUMENT)
     s = TasksetScheduler.from_config(str(tmp_path / "run.yaml"), open_table)
-    assert s.max_steps == 5 and s.selectors[0].estimator.m == 16
+    assert s.max_steps == 5 and s.selectors[0].estimator.config.m == 16
     batch = s.read()
     s.observe(rollout([1, 0] * 4, [t for t in batch for _ in range(2)], [i // 2 for i in range(8)]))
     assert s.selectors[0].estimator.count["updates"] == 1
@@ -574,7 +574,7 @@ def test_newer_names_and_omegaconf():
 
     config = OmegaConf.create(DOCUMENT.replace("task_selector", "data_selector"))
     s = TasksetScheduler.from_config(config, open_table, batch_size=2)
-    assert s.selectors[0].target == 0.9 and s.batch_size == 2
+    assert s.selectors[0].options.target_reward == 0.9 and s.batch_size == 2
 
 
 def test_short_form_and_its_errors():
