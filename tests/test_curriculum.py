@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from grpo_nb.cli import main
-from grpo_nb.core import Rollout
 from grpo_nb.collector import GroupCollector
+from grpo_nb.core import Rollout
 from grpo_nb.filter_groups import FilterGroupsConfig
 from grpo_nb.lab.record import Run as LoggedRun
 from grpo_nb.scheduler import TasksetScheduler
