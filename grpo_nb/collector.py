@@ -140,7 +140,7 @@ def step_metrics(
     }
     return {f"filter/{k}": v for k, v in filter_metrics.items()} | aliases
 
-# %% ../nbs/method/02_collector.ipynb #c8d094b8
+# %% ../nbs/method/02_collector.ipynb #aecd74fb
 log = logging.getLogger("grpo_nb.collector")
 
 
@@ -163,7 +163,7 @@ def batch_lines(
         del lines[4]
     return lines
 
-# %% ../nbs/method/02_collector.ipynb #83ab6a40
+
 def end_lines(
     outcome: str,  # how the step ended
     tally: Tally,  # sums of the step

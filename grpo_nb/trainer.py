@@ -754,7 +754,8 @@ def open_policy(
     config: PolicyConfig,
 ) -> Policy:
     "The language model of a configuration."
-    from grpo_nb.policies.tokens import ModelNotFound, TokenPolicy
+    from grpo_nb.policies.loading import ModelNotFound
+    from grpo_nb.policies.tokens import TokenPolicy
 
     names = [f.name for f in dataclasses.fields(config) if f.name != "model"]
     options = {name: getattr(config, name) for name in names}

@@ -16,7 +16,8 @@ from transformers import (
 )
 
 from grpo_nb.core import concat, seeded
-from grpo_nb.policies.tokens import TokenPolicy, _Decoder, _FastDecoder, head_logp, shape_logits
+from grpo_nb.policies.decoding import Decoder, LlamaDecoder, head_logp, shape_logits
+from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO, check_resume, load_config
 from grpo_nb.update import UpdateConfig, check_on_policy, update
@@ -209,14 +210,14 @@ def test_packed_rows_agree(policy):
 
 def test_fast_decoder_is_used_where_it_fits(policy):
     with torch.no_grad():
-        kind = type(policy._decoder())
+        kind = type(policy.network.decoder())
     known = type(policy.model).__name__ in (
         "LlamaForCausalLM",
         "Qwen2ForCausalLM",
         "MistralForCausalLM",
     )
     window = getattr(policy.model.config, "sliding_window", None) == 4
-    assert kind is (_FastDecoder if known and not window else _Decoder)
+    assert kind is (LlamaDecoder if known and not window else Decoder)
 
 
 def test_stop_token_is_in_the_mask_and_nothing_after_it(policy):
