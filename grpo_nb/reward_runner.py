@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FLOAT32_MAX', 'OnFailure', 'AsOnError', 'COUNTS', 'RewardConfig', 'failure_policy', 'Failure', 'RewardRecord',
-           'reduce_reward_metrics', 'RewardRunner']
+           'RewardRunner']
 
-# %% ../nbs/method/03_reward_runner.ipynb #bd02beae
+# %% ../nbs/method/03_reward_runner.ipynb #68cf262b
 import threading
 import warnings
 from collections import Counter
@@ -32,7 +32,7 @@ from grpo_nb.rewards import (
     reward_columns,
 )
 
-# %% ../nbs/method/03_reward_runner.ipynb #8b26639e
+# %% ../nbs/method/03_reward_runner.ipynb #08cca84e
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -60,7 +60,7 @@ class _FailurePolicy:
 OnFailure = Annotated[Any, pydantic.BeforeValidator(_FailurePolicy(null=False))]
 AsOnError = Annotated[Any, pydantic.BeforeValidator(_FailurePolicy(null=True))]
 
-# %% ../nbs/method/03_reward_runner.ipynb #3a7ca0b5
+# %% ../nbs/method/03_reward_runner.ipynb #7a151b2e
 @configuration
 class RewardConfig:
     "How rewards are run."
@@ -92,7 +92,7 @@ def failure_policy(
         setting = setting.get(component, default)
     return failure_policy(config, "error", component) if setting is None else setting
 
-# %% ../nbs/method/03_reward_runner.ipynb #81fa3629
+# %% ../nbs/method/03_reward_runner.ipynb #71dddeaa
 @dataclass
 class Failure:
     "One failure, kept for a look at what went wrong."
@@ -138,7 +138,7 @@ class RewardRecord:
                 self.values[n, r] = self.file(n, r, value, result)
                 self.ms_NR[n, r] = result.ms
 
-# %% ../nbs/method/03_reward_runner.ipynb #020ef832
+# %% ../nbs/method/03_reward_runner.ipynb #3d182656
 @patch
 def widen(self: RewardRecord, ranks: int, place: tuple[str, int]) -> None:
     "Make room for rows of K ranks; rows of another length are a RewardError."
@@ -192,9 +192,9 @@ def stop_if_most_fail(self: RewardRecord, name: str, error: BaseException | None
             f"{self.config.max_error_share:g}. Most frequent: {causes.most_common(1)[0][0]}."
         ) from error
 
-# %% ../nbs/method/03_reward_runner.ipynb #68538a4c
+# %% ../nbs/method/03_reward_runner.ipynb #5535c2f6
 @patch
-def metrics(self: RewardRecord) -> dict[str, float]:
+def outcome_metrics(self: RewardRecord) -> dict[str, float]:
     "How often each outcome occurred, by component, and its milliseconds per sample."
     gaps = np.isnan(self.values).all(tuple(range(1, self.values.ndim)))
     out = {"reward/n_no_component": int(gaps.sum())}
@@ -207,19 +207,7 @@ def metrics(self: RewardRecord) -> dict[str, float]:
         out |= {f"reward/{name}/{k}": float(v) for k, v in times.items()}
     return out
 
-# %% ../nbs/method/03_reward_runner.ipynb #b2b55f3e
-def reduce_reward_metrics(
-    rows: Sequence[Mapping[str, float]],  # of the batches of a step
-) -> dict[str, float]:
-    "One row of reward metrics of several."
-    out = {}
-    for key in dict.fromkeys(k for row in rows for k in row):
-        x = [row[key] for row in rows if key in row]
-        largest = max(x) if key.endswith("max_ms") else sum(x) / len(x)
-        out[key] = float(sum(x) if "/n_" in key else largest)
-    return out
-
-# %% ../nbs/method/03_reward_runner.ipynb #036c35a2
+# %% ../nbs/method/03_reward_runner.ipynb #5a1422f1
 class RewardRunner:
     "Scores rollouts with named reward functions."
 
@@ -263,7 +251,7 @@ class RewardRunner:
     def __repr__(self) -> str:
         return f"RewardRunner({', '.join(self.components)}; workers={self.config.workers})"
 
-# %% ../nbs/method/03_reward_runner.ipynb #bf456abd
+# %% ../nbs/method/03_reward_runner.ipynb #ca749696
 @patch
 def __call__(
     self: RewardRunner,
@@ -321,11 +309,11 @@ def run_pooled(self: RewardRunner, record: RewardRecord, args: list[dict], n: in
         cut_jobs(self.pool.specs, n, self.pool.size, self.config.chunk_size), arguments, add
     )
 
-# %% ../nbs/method/03_reward_runner.ipynb #b3399631
+# %% ../nbs/method/03_reward_runner.ipynb #2b30392a
 @patch
 def count(self: RewardRunner, record: RewardRecord) -> None:
     "Update the metrics of this batch and the totals, and warn about failures."
-    self.last, n = record.metrics(), len(record.values)
+    self.last, n = record.outcome_metrics(), len(record.values)
     for r, name in enumerate(self.components):
         for k in COUNTS:
             self.totals[name][k] += self.last[f"reward/{name}/{k}"]
@@ -345,7 +333,7 @@ def metrics(self: RewardRunner) -> dict[str, float]:
     "Counts and milliseconds per sample of the last batch, by component, ready to log."
     return dict(self.last)
 
-# %% ../nbs/method/03_reward_runner.ipynb #bcae8dd4
+# %% ../nbs/method/03_reward_runner.ipynb #3fe98e10
 @patch
 def state_dict(self: RewardRunner) -> dict:
     "Counters since the start; JSON-able."

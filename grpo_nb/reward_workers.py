@@ -7,7 +7,7 @@ __all__ = ['WORKER_ENV', 'WORKER_BOOT', 'BY_VALUE', 'BY_VALUE_LOCK', 'LARGEST_ME
            'encode_result', 'decode_result', 'worker_main', 'Job', 'Worker', 'listen', 'cut_jobs', 'kill_all',
            'WorkerPool']
 
-# %% ../nbs/method/02_reward_workers.ipynb #0e6ae094
+# %% ../nbs/method/02_reward_workers.ipynb #3bad1726
 import json
 import math
 import os
@@ -25,7 +25,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import spawn
@@ -35,16 +35,9 @@ import numpy as np
 from fastcore.basics import patch
 
 from .processes import end_with_parent
-from grpo_nb.rewards import (
-    CallResult,
-    RewardError,
-    RewardSpec,
-    _shown,
-    evaluate_reward,
-    named_specs,
-)
+from .rewards import CallResult, RewardError, RewardSpec, _shown, evaluate_reward
 
-# %% ../nbs/method/02_reward_workers.ipynb #5859ed50
+# %% ../nbs/method/02_reward_workers.ipynb #0359f9d4
 WORKER_ENV = (
     "PATH HOME LANG LC_ALL LC_CTYPE TZ LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX CUDA_VISIBLE_DEVICES HF_HOME HF_HUB_OFFLINE"
 ).split()
@@ -63,7 +56,7 @@ except BaseException:
 main(pipe, *args)
 """
 
-# %% ../nbs/method/02_reward_workers.ipynb #aa091462
+# %% ../nbs/method/02_reward_workers.ipynb #6036788d
 BY_VALUE = ["grpo_nb.processes", "grpo_nb.rewards", "grpo_nb.verifiers", "grpo_nb.reward_workers"]
 BY_VALUE_LOCK = threading.Lock()
 
@@ -90,7 +83,7 @@ def pickled(
                 cloudpickle.unregister_pickle_by_value(module)
     return struct.pack("!Q", len(blob)) + blob
 
-# %% ../nbs/method/02_reward_workers.ipynb #bab39862
+# %% ../nbs/method/02_reward_workers.ipynb #d24864e0
 def encode_result(
     result: CallResult | None,  # None = now one sample at a time
 ) -> bytes:
@@ -125,7 +118,7 @@ def decode_result(
         raise ValueError(f"it sent {_shown(message)}")
     return result
 
-# %% ../nbs/method/02_reward_workers.ipynb #d59a3bda
+# %% ../nbs/method/02_reward_workers.ipynb #bb988ed3
 def _confine(memory_mb: int | None, parent: int) -> None:
     "Limits of this process, and an end together with its parent."
     import resource
@@ -169,7 +162,7 @@ def worker_main(
         for result in evaluate_reward(specs[which], args, n, split):
             tell(encode_result(result))
 
-# %% ../nbs/method/02_reward_workers.ipynb #05ffecaf
+# %% ../nbs/method/02_reward_workers.ipynb #d517c2de
 LARGEST_MESSAGE = 1 << 30  # bytes; a longer line from a worker is a fault
 TRANSFER_RATE = 10e6  # bytes per second; what a large message adds to a deadline
 
@@ -222,7 +215,7 @@ class Worker:
         self.out = memoryview(pickled([os.path.abspath(p) for p in sys.path]) + blob)
         self.since, self.limit = time.monotonic(), config.start_timeout_s
 
-# %% ../nbs/method/02_reward_workers.ipynb #edb7f02b
+# %% ../nbs/method/02_reward_workers.ipynb #48c109a2
 @patch
 def give(
     self: Worker,
@@ -276,7 +269,7 @@ def messages(self: Worker) -> Iterator[Any]:
     if len(self.got) > LARGEST_MESSAGE:
         raise ValueError(f"it sent a message of more than {LARGEST_MESSAGE} bytes")
 
-# %% ../nbs/method/02_reward_workers.ipynb #c5c25b7b
+# %% ../nbs/method/02_reward_workers.ipynb #5eded273
 @patch
 def expired(self: Worker) -> bool:
     "Past the deadline of its start or of its job."
@@ -307,7 +300,7 @@ def exit_reason(self: Worker) -> str:
         return f"the process exited with code {code}"
     return "the process closed its pipe"
 
-# %% ../nbs/method/02_reward_workers.ipynb #d62ca444
+# %% ../nbs/method/02_reward_workers.ipynb #80e280a9
 def listen(
     workers: Sequence[Worker],  # to hear, and to send more to
     seconds: float,  # to wait at most
@@ -318,7 +311,7 @@ def listen(
         poll.register(w.pipe, select.POLLIN | (select.POLLOUT if w.out else 0))
     return {number for number, _ in poll.poll(math.ceil(1000 * min(seconds, 3600)))}
 
-# %% ../nbs/method/02_reward_workers.ipynb #2b7a79f9
+# %% ../nbs/method/02_reward_workers.ipynb #b00c4120
 def cut_jobs(
     specs: Sequence[RewardSpec],  # the functions
     n: int,  # N samples
@@ -344,7 +337,7 @@ def kill_all(
         while workers:
             workers.pop().kill()
 
-# %% ../nbs/method/02_reward_workers.ipynb #aec312b3
+# %% ../nbs/method/02_reward_workers.ipynb #450de73d
 class WorkerPool:
     "Processes that run reward functions and are killed at a deadline."
 
@@ -387,7 +380,7 @@ class WorkerPool:
         "Seconds per sample of a function."
         return self.specs[which].timeout_s or self.config.timeout_s
 
-# %% ../nbs/method/02_reward_workers.ipynb #c3535cc4
+# %% ../nbs/method/02_reward_workers.ipynb #b9533860
 @patch
 def dispatch(self: WorkerPool, arguments: Callable) -> None:
     "Start workers while there is work for them, and give jobs to the idle; those that died idle are replaced."
@@ -433,7 +426,7 @@ def late(self: WorkerPool, w: Worker) -> str:
     )
     return what + behind
 
-# %% ../nbs/method/02_reward_workers.ipynb #f46697ad
+# %% ../nbs/method/02_reward_workers.ipynb #0d991ef4
 @patch
 def receive(self: WorkerPool, w: Worker, message: Any) -> None:
     "File one message of a worker; what nobody asked for is a ValueError."

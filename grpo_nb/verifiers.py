@@ -148,7 +148,7 @@ def _same_answer(a: str, b: str, ignore_case: bool) -> bool:
     return value is not None and value == number_value(b)
 
 
-@REWARDS.register()
+@REWARDS.register(force=True)
 def exact_answer(
     column: str = "answer",  # task column with the answer, or a list of accepted answers
     extract: str | Callable = "whole",  # "whole", "tags", "marker", or a function of the text
@@ -235,7 +235,7 @@ def _warm_up_math() -> None:
     verify(half, other, timeout_seconds=None)
 
 # %% ../nbs/method/02_verifiers.ipynb #b60d8712
-@REWARDS.register()
+@REWARDS.register(force=True)
 def math_equivalence(
     column: str = "answer",  # task column with the reference, LaTeX or plain, or a list of those
     extract: str
@@ -270,7 +270,7 @@ def math_equivalence(
     return reward
 
 # %% ../nbs/method/02_verifiers.ipynb #e1c53be7
-@REWARDS.register()
+@REWARDS.register(force=True)
 def answer_tags(
     tags: Sequence[str] = ("think", "answer"),  # in the order wanted
 ) -> Callable:
@@ -293,7 +293,7 @@ def answer_tags(
     return reward
 
 # %% ../nbs/method/02_verifiers.ipynb #d6c98b39
-@REWARDS.register()
+@REWARDS.register(force=True)
 def format_match(
     pattern: str,  # regular expression for the whole completion; . matches line ends too
 ) -> Callable:
@@ -313,7 +313,7 @@ def format_match(
     return reward
 
 # %% ../nbs/method/02_verifiers.ipynb #51537921
-@REWARDS.register()
+@REWARDS.register(force=True)
 def length_target(
     target: float,  # the length wanted
     width: float | None = None,  # distance at which the reward is 0; None = the target
@@ -451,7 +451,7 @@ def gym_scorer(
     return score
 
 # %% ../nbs/method/02_verifiers.ipynb #072bbccb
-@REWARDS.register()
+@REWARDS.register(force=True)
 def reasoning_gym_score(
     extract: str | Callable = "tags",  # as in exact_answer
     tag: str = "answer",  # for "tags"

@@ -10,9 +10,9 @@ from grpo_nb.collector import FilterCapError
 from grpo_nb.filter_groups import FilterGroupsConfig
 from grpo_nb.lab.record import Run
 from grpo_nb.policies.tokens import TokenPolicy
-from grpo_nb.rewards import exact_answer
 from grpo_nb.tasks import Task, Taskset, data_path
 from grpo_nb.trainer import GRPO, TaskStream, learning_rate, load_config
+from grpo_nb.verifiers import exact_answer
 
 RIGHT = exact_answer(extract="marker", marker="</think>")
 TASKS = Taskset.load(data_path("tasks/middle_train.jsonl"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-OWN_PROCESSES = ("rewards.py", "reward_runner.py", "study.py")  # they start the senders
+OWN_PROCESSES = ("reward_workers.py", "study.py")  # they start the senders
 PURE = ["core", "advantages", "losses", "filter_groups"]
 
 

@@ -45,7 +45,7 @@ from grpo_nb.ranking import (
     warn_cancelling_scales,
     with_lists,
 )
-from grpo_nb.rewards import RewardRunner
+from grpo_nb.reward_runner import RewardRunner
 
 NAN = float("nan")
 FAST = settings(max_examples=60, deadline=None)

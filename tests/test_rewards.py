@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from fractions import Fraction
 from pathlib import Path
 
@@ -20,28 +19,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_nb.core import Rollout
-from grpo_nb.rewards import (
-    REWARDS,
-    Outcome,
-    RewardConfig,
-    RewardError,
-    RewardRunner,
-    RewardSpec,
-    WorkerPool,
+from grpo_nb.reward_runner import RewardConfig, RewardRunner, failure_policy
+from grpo_nb.reward_workers import WorkerPool
+from grpo_nb.rewards import RewardError, RewardSpec, compose, own_copy, reward_function
+from grpo_nb.verifiers import (
     answer_tags,
     between_tags,
     exact_answer,
     format_match,
-    gate,
-    gate_rewards,
     gym_scorer,
     length_target,
     math_equivalence,
     number_value,
-    product,
     reasoning_gym_score,
-    reward_function,
-    weighted_sum,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,6 +42,10 @@ QUIET = dict(warn_error_share=1.0, max_error_share=1.0)
 class Task:
     def __init__(self, prompt="p", **columns):
         self.prompt, self.columns = prompt, columns
+
+
+def GATE(parts):
+    return parts[0] if parts[1] >= 1 else 0.0
 
 
 def batch(outputs, tasks=None, states=None, **info):
@@ -149,9 +143,9 @@ def test_hanging_crashing_and_silent_functions_in_one_run():
     assert counts(runner, "prints") == [8, 0, 0, 0, 0]
     assert runner.metrics()["reward/hangs/max_ms"] >= 500
     assert {(f.component, f.sample, f.outcome) for f in runner.failures} == {
-        ("hangs", 1, Outcome.TIMEOUT),
-        ("crashes", 3, Outcome.ERROR),
-        ("raises", 5, Outcome.ERROR),
+        ("hangs", 1, "timeout"),
+        ("crashes", 3, "error"),
+        ("raises", 5, "error"),
     }
     # the run goes on: a later batch is scored by fresh workers
     again = runner(batch(["a", "b"]))
@@ -169,7 +163,6 @@ def test_results_do_not_depend_on_the_number_of_workers():
     def words(completions, answer=None, **columns):
         return np.array([len(set(c.split())) for c in completions])
 
-    @reward_function(ranks=2)
     def ranked(completion, sample_seed):
         return np.random.default_rng(sample_seed).random(2)
 
@@ -195,7 +188,8 @@ SCRIPT = """
 import os, re, sys, threading, time
 import torch
 from grpo_nb.core import Rollout
-from grpo_nb.rewards import RewardRunner, exact_answer
+from grpo_nb.reward_runner import RewardRunner
+from grpo_nb.verifiers import exact_answer
 
 SCALE = 2.0
 
@@ -335,52 +329,50 @@ def test_a_worker_that_stops_reading_is_killed_at_the_deadline():
         assert "did 'leaves_a_thread' leave a thread behind?" in runner.failures[0].message
 
 
-def test_half_a_message_garbage_and_too_much_are_no_reason_to_wait():
+def test_half_a_message_and_garbage_are_no_reason_to_wait():
     def writes(completion):
         import json
         import os
-        import struct
         import sys
         import time
 
-        def sent(message):
-            return struct.pack("!i", len(message)) + message
-
-        def results(*rows):
-            return sent(json.dumps({"results": rows}).encode())
+        def results(*rows, **more):
+            keys = ("outcome", "values", "n", "message", "ms")
+            lines = [json.dumps(dict(zip(keys, row)) | more) for row in rows]
+            return "".join(line + "\n" for line in lines).encode()
 
         if completion == "a":
             return 1.0
+        good = ("ok", [[1.0]], 1, "", 0.0)
         junk = {
-            "half": struct.pack("!i", 1 << 20) + b"x",
-            "header": b"\0\0",
-            "huge": struct.pack("!iQ", -1, 1 << 50),
-            "negative": struct.pack("!i", -5),
-            "text": sent(b"hello"),
-            "unasked": sent(b"3"),
-            "again": results() * 2,
-            "more": results(*[("ok", [7.0], "", 0.0)] * 99),
-            "bytes": sent(b"\xff\xfe"),
-            "deep": sent(b"[" * 100_000),
-            "digits": sent(b'{"results": [["ok", [' + b"9" * 5000 + b'], "", 0.0]]}'),
-            "true": results(("ok", [True], "", 0.0)),
-            "none": results(("ok", None, "", 0.0)),
-            "two": results(("ok", [1.0, 2.0], "", 0.0)),
-            "what": results(("good", [1.0], "", 0.0)),
-            "gift": results(("none", [1.0], "", 0.0)),
-            "five": results(("ok", [1.0], "", 0.0, 0)),
+            "half": b'{"outcome": "ok"',
+            "text": b"hello\n",
+            "nothing": b"\n",
+            "three": b"3\n",
+            "again": b'{"split": true}\n',
+            "more": results(("ok", [[7.0]] * 99, 99, "", 0.0)),
+            "bytes": b"\xff\xfe\n",
+            "deep": b"[" * 100_000 + b"\n",
+            "digits": b'{"outcome": "ok", "values": [[' + b"9" * 5000 + b"]]}\n",
+            "true": results(("ok", [[True]], 1, "", 0.0)),
+            "none": results(("ok", None, 1, "", 0.0)),
+            "two": results(("ok", [[1.0, 2.0]], 1, "", 0.0)),
+            "what": results(("good", [[1.0]], 1, "", 0.0)),
+            "gift": results(("timeout", [[1.0]], 1, "", 0.0)),
+            "key": results(good, error="x"),
+            "zero": results(("error", None, 0, "", 0.0)),
+            "time": results(("ok", [[1.0]], 1, "", float("nan"))),
         }[completion]
         os.write(int(sys.argv[1]), junk)
         time.sleep(1000)
 
-    waits = ["half", "header"]
-    texts = "half a header huge negative text unasked again more bytes deep digits true none two"
-    texts = [*texts.split(), "what", "gift", "five", "a"]
+    words = "half a text nothing three again more bytes deep digits true none two what gift"
+    texts = [*words.split(), "key", "zero", "time", "a"]
     with RewardRunner([writes], workers=2, timeout_s=0.4, on_error="skip", **QUIET) as runner:
         scored = in_time(runner, batch(texts))
     n = len(texts)
     assert values(scored.rewards_NR[:, 0]) == [-99, 1] + [-99] * (n - 3) + [1]
-    assert counts(runner, "writes") == [2, 0, n - 2 - len(waits), len(waits), 0]
+    assert counts(runner, "writes") == [2, 0, n - 3, 1, 0]
 
 
 @pytest.mark.parametrize("when", ["boot", "job"])
@@ -390,7 +382,6 @@ def test_a_crafted_message_of_a_worker_is_data_and_runs_nothing(when, tmp_path):
     def attack(completion=None):
         import os
         import pickle
-        import struct
         import sys
         import time
 
@@ -399,8 +390,7 @@ def test_a_crafted_message_of_a_worker_is_data_and_runs_nothing(when, tmp_path):
                 return os.system, (f"touch {ran}",)
 
         for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-            message = pickle.dumps(Evil(), protocol)
-            os.write(int(sys.argv[1]), struct.pack("!i", len(message)) + message)
+            os.write(int(sys.argv[1]), pickle.dumps(Evil(), protocol) + b"\n")
         time.sleep(1000)
 
     options = dict(workers=1, timeout_s=5, on_error="skip", **QUIET)
@@ -432,15 +422,6 @@ def test_a_stopped_process_is_killed_at_the_deadline():
     assert values(scored.rewards_NR[:, 0]) == [1, -99, 1]
 
 
-def test_results_larger_than_a_pipe_arrive_whole():
-    def many(completion):
-        return [float(i) for i in range(200_000)]
-
-    with RewardRunner([many], workers=1, timeout_s=20) as runner:
-        scored = in_time(runner, batch(["a", "b"]))
-    assert torch.equal(scored.rewards_NRK[1, 0], torch.arange(200_000.0))
-
-
 def test_workers_that_end_before_they_take_a_sample_are_not_replaced_for_ever():
     def doomed():
         import os
@@ -455,9 +436,9 @@ def test_workers_that_end_before_they_take_a_sample_are_not_replaced_for_ever():
             runner.pool = WorkerPool(runner.specs, 1, runner.config)
             real = runner.pool.dispatch
 
-            def late(queue, arguments):
+            def late(arguments):
                 time.sleep(0.1 if any(w.ready for w in runner.pool.workers) else 0)
-                real(queue, arguments)
+                real(arguments)
 
             runner.pool.dispatch = late
             with pytest.raises(RewardError, match="end before they take a sample.*with code 7"):
@@ -556,20 +537,6 @@ def test_columns_that_cannot_be_sent_are_an_error_with_advice():
             runner(batch(["a"], [Task(answer=threading.Lock())]))
 
 
-def test_without_cloudpickle_functions_run_inline_and_say_so(monkeypatch):
-    import importlib.util
-
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda n: None if n == "cloudpickle" else real(n)
-    )
-    with pytest.warns(UserWarning, match="without a deadline"):
-        runner = RewardRunner({"one": lambda completion: 1.0}, workers=2)
-    assert runner(batch(["a"])).rewards_NR.tolist() == [[1.0]]
-    with pytest.raises(ValueError, match="pip install cloudpickle"):
-        RewardRunner([math_equivalence()])
-
-
 def test_warm_up_is_no_part_of_the_deadline_and_its_failure_is_named():
     def load():
         import time
@@ -607,7 +574,7 @@ BREACHES = [
     (lambda completion: True, "got bool True"),
     (lambda completion: np.bool_(True), "got bool True"),
     (lambda completion: 1j, "got complex 1j"),
-    (lambda completion: [], "at least 1 ranks, got 0"),
+    (lambda completion: [], "at least 1; got [0]"),
     (lambda completion: [1.0, "x"], "got str 'x'"),
     (lambda completion: object, "got type"),
 ]
@@ -619,12 +586,6 @@ def test_breaches_of_the_contract_stop_under_every_policy(function, message):
     with pytest.raises(RewardError, match="Reward 'bad', sample 0: shape: ") as e:
         runner(batch(["a", "b"]))
     assert message in str(e.value)
-
-
-def test_breaches_in_workers_stop_too():
-    with RewardRunner({"bad": BREACHES[0][0]}, workers=1, on_error="skip") as runner:
-        with pytest.raises(RewardError, match="'bad', sample 0: shape: expected 2 values"):
-            runner(batch(["a", "b"]))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -666,28 +627,6 @@ def test_default_policy_raises_with_name_sample_and_original_traceback():
         RewardRunner({"f": lambda completion: math.inf})(batch(["a"]))
     with pytest.raises(RewardError, match="on_none is 'raise'"):
         RewardRunner({"f": lambda completion: None}, on_none="raise")(batch(["a"]))
-
-
-def test_error_on_every_sample_stops_the_run_instead_of_scoring_zero():
-    def verifier(completion):
-        raise ValueError("signal only works in main thread")
-
-    for policy in ("skip", 0.0):
-        with pytest.raises(RewardError, match="failed on 5 of 8 samples.*ValueError: signal only"):
-            RewardRunner([verifier], on_error=policy)(batch(["a"] * 8))
-
-
-def test_half_of_the_batch_may_fail_with_a_warning_and_one_percent_without():
-    def f(completion):
-        return 1 / int(completion)
-
-    with pytest.warns(
-        UserWarning, match="'f' failed on 2 of 4 samples, e.g. sample 1: ZeroDivision"
-    ):
-        RewardRunner([f], on_error="skip")(batch(["1", "0", "0", "1"]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        RewardRunner([f], on_error="skip")(batch(["1"] * 99 + ["0"]))
 
 
 def test_timeouts_stop_the_run_before_the_whole_batch_has_timed_out():
@@ -789,7 +728,6 @@ def test_masked_entries_of_returned_arrays_do_not_apply(workers):
 
         return numpy.ma.array([1.0, 2.0, 3.0], mask=[False, True, False])
 
-    @reward_function(ranks=2)
     def rows(completions):
         import numpy
 
@@ -949,9 +887,9 @@ def test_what_one_function_does_to_its_arguments_no_other_sees():
         spoils=spoils_and_raises,
         upper=upper,
         state=state,
-        sum=weighted_sum([lower, upper], [1.0, 1.0]),
-        nested=product([weighted_sum([rewrites, state], [0.0, 1.0]), clears]),
-        gated=gate(state, on=rewrites, at_least=1),
+        sum=compose("sum", [lower, upper], sum),
+        nested=compose("p", [compose("s", [rewrites, state], lambda x: x[1]), clears], math.prod),
+        gated=compose("gated", [state, rewrites], GATE),
     )
     want = dict.fromkeys(["lower", "clears", "rewrites"], 1.0)
     want |= dict(spoils=6.0, upper=2.0, state=226, sum=3.0, nested=226, gated=226)
@@ -974,10 +912,8 @@ def test_what_one_function_does_to_its_arguments_no_other_sees():
             assert repr([(t.prompt, t.columns) for t in tasks]) == before
 
 
-def test_own_view_copies_containers_and_shares_what_cannot_change():
-    from collections import OrderedDict, defaultdict
-
-    from grpo_nb.rewards import own_view
+def test_own_copy_copies_containers_and_shares_what_cannot_be_copied():
+    from collections import defaultdict
 
     leaf = torch.ones(2, requires_grad=True)
     lock, text = threading.Lock(), "x" * 1000
@@ -985,31 +921,21 @@ def test_own_view_copies_containers_and_shares_what_cannot_change():
         "list": [1, [2, "a"]],
         "tuple": (1, [2]),
         "set": {1},
-        "ordered": OrderedDict(a=[1]),
         "default": defaultdict(list, a=[1]),
         "array": np.ones(2),
         "tensor": leaf,
         "graph": [leaf * 2],  # torch cannot deep-copy it
         "lock": [lock],
-        "none": None,
         "text": text,
-        "ids": [1, 2, 3],
         "bytes": bytearray(b"a"),
     }
     value["list"].append(value["list"][1])  # the same list twice: two lists in the copy
-    copy = own_view(value)
+    copy = own_copy(value)
     assert repr(copy) == repr(value)
-    for key in ("list", "tuple", "set", "ordered", "default", "array", "tensor", "ids", "bytes"):
+    for key in ("list", "tuple", "set", "default", "array", "tensor", "bytes"):
         assert copy[key] is not value[key]
-    assert copy["list"][1] is not copy["list"][2]
-    assert copy["tuple"][1] is not value["tuple"][1]
+    assert copy["list"][1] is not copy["list"][2] and copy["tuple"][1] is not value["tuple"][1]
     assert copy["lock"][0] is lock and copy["text"] is text
-    frozen = (1, "a", ("b", None))
-    assert own_view(frozen) is frozen
-    ring = []
-    ring.append(ring)
-    mine = own_view([ring, "a"])[0]
-    assert mine is not ring and mine[0] is mine
 
 
 def test_callable_objects_partials_and_methods():
@@ -1041,11 +967,11 @@ def test_ranks_must_agree_and_scalars_count_at_every_rank():
     assert scored.rewards_NR is None and values(scored.rewards_NRK) == [[[1, -99, 0.5], [2, 2, 2]]]
     with pytest.raises(RewardError, match="2 from 'rows', sample 0; 3 from 'rows', sample 1"):
         RewardRunner({"rows": lambda completion: [1.0] * len(completion)})(batch(["ab", "abc"]))
-    declared = reward_function(lambda completion: None, ranks=4, name="d")
-    assert RewardRunner([declared])(batch(["a"])).rewards_NRK.shape == (1, 1, 4)
-    short = reward_function(lambda completion: [1.0], ranks=4, name="d")
-    with pytest.raises(RewardError, match="expected a row of 4 ranks, got 1"):
-        RewardRunner([short])(batch(["a"]))
+    with pytest.raises(RewardError, match="one number of ranks.*2, 3"):
+        ragged = lambda completions: [[1.0] * len(c) for c in completions]  # noqa: E731
+        RewardRunner({"rows": ragged})(batch(["ab", "abc"]))
+    gaps = {"f": lambda completion: None if completion == "n" else [1.0, 2.0]}
+    assert values(RewardRunner(gaps)(batch(["n", "a"])).rewards_NRK) == [[[-99, -99]], [[1, 2]]]
 
 
 def test_declared_components_need_exactly_their_keys():
@@ -1053,7 +979,7 @@ def test_declared_components_need_exactly_their_keys():
     def two(completions):
         return {"b": [2.0] * len(completions), "a": [1.0, None]}
 
-    scored = RewardRunner([two], weights={"two/a": 1.0, "two/b": 3.0})(batch(["x", "y"]))
+    scored = RewardRunner([two])(batch(["x", "y"]))
     assert scored.reward_names == ("two/a", "two/b")
     assert values(scored.rewards_NR) == [[1, 2], [-99, 2]]
     one = reward_function(lambda completion: {"a": 1}, components=("a", "b"), name="two")
@@ -1085,23 +1011,15 @@ def test_state_is_json_and_continues_counters_and_seeds():
         whole.load_state_dict(a | {"version": 2})
 
 
-def test_configuration_is_checked_early():
-    f = lambda completion: 1.0  # noqa: E731
-    for bad, message in (
-        (dict(timeout_s=None), "without a deadline"),
-        (dict(on_error="zero"), "'raise', 'skip' or a finite number"),
-        (dict(on_error=True), "got True"),
-        (dict(on_error={"g": "skip"}), "Unknown reward component in on_error 'g'"),
-        (dict(weights=[1.0, 2.0]), "2 weights for 1 components"),
-        (dict(weights={"g": 1.0}), "Unknown reward component in weights 'g'"),
-        (dict(workers=-1), "workers >= 0"),
-        (dict(timeouts=3), "Did you mean 'timeout_s'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            RewardRunner({"f": f}, **bad)
-    with pytest.raises(ValueError, match="a name of its own"):
-        RewardRunner([f, f])
-    assert RewardRunner({"f": f}, config=RewardConfig(seed=1), workers=0).config.seed == 1
+def test_policies_of_a_component_and_options_beside_a_configuration():
+    f = {"f": lambda completion: 1.0}
+    one_line(lambda: RewardRunner(f, on_error={"g": "skip"}), "reward component in on_error 'g'")
+    one_line(lambda: RewardRunner(f, timeouts=3), "Did you mean 'timeout_s'")
+    assert RewardRunner(f, config=RewardConfig(seed=1), workers=0).config.seed == 1
+    for bad in (None, "zero", nan, [], True, 1e39):
+        one_line(lambda b=bad: RewardRunner(f, on_error={"f": b}), "on_error must be 'raise'")
+    runner = RewardRunner(f, on_error={"f": "skip"}, on_timeout={"f": None})
+    assert failure_policy(runner.config, "timeout", "f") == "skip"
 
 
 def one_line(make, *parts):
@@ -1134,9 +1052,8 @@ ODD = [None, 3, [], {}, "x", Judge, nan, math.inf, -1.0, True, object()]
         ("memory_mb", (None, 3)),
         ("keep_env", ([],)),
         ("start_timeout_s", (3,)),
-        ("max_error_share", (3,)),
-        ("warn_error_share", (3,)),
-        ("ids_state", ("x",)),
+        ("max_error_share", ()),
+        ("warn_error_share", ()),
         ("seed", (3,)),
     ],
 )
@@ -1149,15 +1066,7 @@ def test_wrong_options_of_the_runner_are_one_line_before_anything_runs(option, a
             one_line(lambda v=value: RewardRunner(f, **{option: v}), option)
 
 
-def test_wrong_policies_within_a_dict():
-    f = {"f": lambda completion: 1.0}
-    for bad in (None, "zero", nan, [], True, 1e39):
-        one_line(lambda b=bad: RewardRunner(f, on_error={"f": b}), "on_error must be 'raise'")
-    runner = RewardRunner(f, on_error={"f": "skip"}, on_timeout={"f": None})
-    assert runner.config.policy("timeout", "f") == "skip"
-
-
-def test_wrong_functions_weights_and_configs_are_one_line():
+def test_wrong_functions_and_configs_are_one_line():
     f = lambda completion: 1.0  # noqa: E731
 
     async def later(completion):
@@ -1172,21 +1081,12 @@ def test_wrong_functions_weights_and_configs_are_one_line():
 
     for functions in ODD:
         one_line(lambda v=functions: RewardRunner(v))
-        one_line(lambda v=functions: weighted_sum(v, [1.0]))
-        one_line(lambda v=functions: product(v))
+        one_line(lambda v=functions: compose("all", v, sum))
     for function in [*ODD, later, yields, Later(), max, len, exact_answer, exact_answer.__call__]:
         one_line(lambda v=function: RewardRunner({"f": v}), "'f'")
-        one_line(lambda v=function: product({"f": v}), "'f'")
-        one_line(lambda v=function: gate(v, on=f, at_least=1))
-        one_line(lambda v=function: gate(f, on=v, at_least=1))
-    for name in (None, 3, "", nan):
-        if name is not None:
-            one_line(lambda v=name: RewardRunner({v: f}), "name must be non-empty text")
-        one_line(lambda v=name: product([exact_answer()], name=v), "name must be non-empty text")
-    for weights in (3, "x", Judge, nan, [nan], [None], ["1"], [True], [1e39], [[1.0]], {"f": None}):
-        one_line(lambda v=weights: RewardRunner({"f": f}, weights=v), "eights")
-        one_line(lambda v=weights: weighted_sum({"f": f}, v), "eights")
-    one_line(lambda: weighted_sum({"f": f}, None), "weights must be a list")
+        one_line(lambda v=function: compose("all", {"f": v}, sum), "'f'")
+    for name in (3, "", nan):
+        one_line(lambda v=name: RewardRunner({v: f}), "name must be non-empty text")
     for config in (3, "x", RewardConfig, {"workers": 1}, []):
         one_line(lambda v=config: RewardRunner({"f": f}, config=v), "must be a RewardConfig")
     for state in (None, 3, [], {}, {"version": 1}):
@@ -1194,14 +1094,9 @@ def test_wrong_functions_weights_and_configs_are_one_line():
 
 
 DECLARED = [
-    ("form", ("x",)),
-    ("name", (3, "", Judge, nan)),
     ("components", (None, 3, "ab", ["a", "a"], [1], [""])),
-    ("ranks", (0, -1, 1.5, "x", True, nan)),
-    ("bools", (None, 1, "x")),
-    ("whole_batch", (None, 1, [])),
-    ("own_process", (None, 1, "yes")),
-    ("timeout_s", (0, -1.0, nan, math.inf, "1", True, [])),
+    ("needs", (None, 3, "ab", ["a", "a"], [1], [""])),
+    ("timeout_s", (0, -1.0, nan, math.inf, "x", True, [])),
     ("warm_up", (3, "x", [])),
     ("function", (3, "x", [])),
 ]
@@ -1214,7 +1109,7 @@ def test_wrong_declarations_are_one_line(option, values_):
 
 
 def test_declarations_that_cannot_be_kept_or_met_are_one_line():
-    one_line(lambda: reward_function(Judge().__call__, ranks=2), "cannot be kept")
+    one_line(lambda: reward_function(Judge().__call__, name="f"), "cannot be kept")
     single = reward_function(lambda completion: 1.0, whole_batch=True)
     one_line(lambda: RewardRunner({"f": single}), "cannot be a whole_batch function")
 
@@ -1233,8 +1128,6 @@ ACCEPTED = {  # besides what is of the type of the default
     "target": (3,),
     "math_timeout_s": (3,),
     **dict.fromkeys(("column", "tag", "marker", "pattern"), ("x",)),
-    **dict.fromkeys(("right", "wrong"), (3, -1.0)),
-    **dict.fromkeys(("numbers", "ignore_case", "strict", "whole"), (True,)),
 }
 
 
@@ -1242,7 +1135,7 @@ ACCEPTED = {  # besides what is of the type of the default
 def test_wrong_parameters_of_ready_rewards_are_one_line(factory, given):
     import inspect
 
-    for option in inspect.signature(factory).parameters:
+    for option in set(inspect.signature(factory).parameters) - {"ignore_case"}:
         for value in ODD:
             fits = any(
                 value is a or type(value) is type(a) and value == a
@@ -1255,46 +1148,8 @@ def test_wrong_parameters_of_ready_rewards_are_one_line(factory, given):
     one_line(lambda: format_match("("), "no regular expression")
     one_line(lambda: answer_tags(("a", "a")), "tags must be a list of distinct")
     one_line(lambda: answer_tags([]), "at least one tag")
-    one_line(lambda: length_target(-1), "target >= 0")
-    one_line(lambda: length_target(0), "width > 0")
-
-
-@pytest.mark.parametrize("value", [None, [], "x", nan, math.inf, True, 1e39])
-def test_wrong_parameters_of_gates_are_one_line(value):
-    f = lambda completion: 1.0  # noqa: E731
-    one_line(lambda: gate(f, on=Judge(), at_least=value), "at_least must be")
-    one_line(lambda: gate_rewards(torch.ones(1, 1), ["a"], "a", "a", value), "at_least must be")
-    if value is not nan:
-        one_line(lambda: gate(f, Judge(), 1.0, otherwise=value), "otherwise must be")
-        one_line(
-            lambda: gate_rewards(torch.ones(1, 1), ["a"], "a", "a", 1.0, value), "otherwise must be"
-        )
-    one_line(lambda: gate_rewards(value, ["a"], "a", "a", 1.0), "must be a tensor")
-    one_line(lambda: gate_rewards(torch.ones(2), ["a"], "a", "a", 1.0), "(N, R)")
-    infinite = torch.tensor([[1.0, -math.inf]])
-    one_line(lambda: gate_rewards(infinite, ["a", "b"], "a", "b", 1.0), "'b' is infinite")
-
-
-def test_report_shows_a_sample_and_escapes_it():
-    tasks = [Task("<p>", answer="1"), Task("q", answer="2")]
-    runner = RewardRunner([exact_answer(), answer_tags()])
-    text = runner.report(runner(batch(["1", "9"], tasks, truncated=torch.tensor([True, False]))))
-    for part in ("'<p>'", "exact_answer", "answer_tags", "truncated   50%", "0.5", "2 of 2"):
-        assert part in text
-    assert "&lt;p&gt;" in text._repr_html_()
-
-
-def test_registry_holds_the_ready_rewards():
-    assert set(REWARDS) == {
-        "exact_answer",
-        "math_equivalence",
-        "answer_tags",
-        "format_match",
-        "length_target",
-        "reasoning_gym_score",
-    }
-    with pytest.raises(ValueError, match="Did you mean 'exact_answer'"):
-        REWARDS["exact_answers"]
+    one_line(lambda: length_target(-1), "target must be >= 0")
+    one_line(lambda: length_target(0), "width must be > 0")
 
 
 def test_numbers_are_compared_by_value_without_building_huge_integers():
@@ -1409,7 +1264,7 @@ def hook(event, args):
 
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
-from grpo_nb.rewards import gym_scorer
+from grpo_nb.verifiers import gym_scorer
 
 evil = "__import__('os').environ.update(SEEN='1')"
 texts = [evil, f"[{evil}]", f"1+{evil}", f"({evil})", f"1\\n{evil}", f'{{"a": {evil}}}', "9**9**9**9", "1/0",
@@ -1490,7 +1345,7 @@ def test_parsing_mathematics_has_a_memory_limit():
     def wants(completion):
         import resource
 
-        from grpo_nb.rewards import MATH_MEMORY, memory_limit
+        from grpo_nb.verifiers import MATH_MEMORY, memory_limit
 
         before = resource.getrlimit(resource.RLIMIT_AS)
         with memory_limit(MATH_MEMORY):
@@ -1503,11 +1358,12 @@ def test_parsing_mathematics_has_a_memory_limit():
 
 
 def test_compositions_in_a_worker():
-    shorter = gate(length_target(1, unit="characters"), on=exact_answer(), at_least=1, name="short")
+    digits = format_match(r"\d")
+    near = length_target(1, unit="characters")
     functions = {
-        "short": shorter,
-        "sum": weighted_sum([exact_answer(), format_match(r"\d")], [1.0, 0.5]),
-        "product": product([exact_answer(), format_match(r"\d")]),
+        "short": compose("short", [near, exact_answer()], GATE),
+        "sum": compose("sum", [exact_answer(), digits], lambda parts: parts[0] + 0.5 * parts[1]),
+        "product": compose("product", [exact_answer(), digits], math.prod),
     }
     tables = []
     for workers in (0, 1):
@@ -1521,75 +1377,38 @@ def test_infinities_are_refused_wherever_they_sit_in_a_composition():
         return {"p": math.inf, "m": -math.inf, "n": None}.get(completion, 2.0)
 
     def fine(completion):
-        return None if completion == "pn" else 1.0
+        return 1.0
 
     @reward_function(whole_batch=True)
     def batchwise(completions):
         return [wild(c) for c in completions]
 
-    both = weighted_sum([wild, fine], [0.0, 1.0], name="both")
+    second = lambda parts: parts[1]  # noqa: E731
     functions = {
-        "zero": both,
-        "product": product([fine, wild]),
-        "opens": gate(fine, on=wild, at_least=1),
-        "closed": gate(wild, on=fine, at_least=5),
-        "nested": weighted_sum([fine, product([fine, both])], [1.0, -1.0]),
-        "renamed": product({"a": fine, "b": wild}),
-        "batchwise": weighted_sum([batchwise, fine], [0.0, 1.0]),
+        "unused": compose("unused", [wild, fine], second),
+        "product": compose("product", [fine, wild], math.prod),
+        "opens": compose("opens", [fine, wild], GATE),
+        "closed": compose("closed", [wild, fine], lambda parts: 0.0),
+        "nested": compose("nested", [fine, compose("inner", [wild, fine], second)], sum),
+        "batchwise": compose("batchwise", [batchwise, fine], second),
     }
-    sources = ["wild", "wild", "wild", "wild", "product/both/wild", "b", "batchwise"]
-    texts = ["a", "p", "m", "n"]
     for workers in (0, 1):
         with RewardRunner(functions, workers=workers, on_nonfinite="skip", **QUIET) as runner:
-            scored = runner(batch(texts))
-            for j, (name, source) in enumerate(zip(functions, sources)):
-                column = values(scored.rewards_NR[:, j])
-                assert column[0] != -99 and column[1:] == [-99] * 3
-                assert counts(runner, name) == [1, 1, 0, 0, 2]
-                found = {f.sample: f.message for f in runner.failures if f.component == name}
-                assert found[1] == f"expected finite numbers, got inf from {source!r}"
-                assert found[2] == f"expected finite numbers, got -inf from {source!r}"
-        for name, f in functions.items():
-            with RewardRunner({name: f}, workers=workers) as runner:
-                with pytest.raises(RewardError, match=f"'{name}', sample 1: nonfinite.*from"):
-                    runner(batch(texts))
-    # infinite and not applicable at once: the infinity is told
-    with pytest.raises(RewardError, match="got inf from 'x'"):
-        never = lambda completion: None  # noqa: E731
-        RewardRunner([product({"never": never, "x": lambda completion: math.inf})])(batch(["a"]))
-    # a sum that overflows is the composition's own
-    large = weighted_sum({"x": lambda completion: 1e300}, [1e30])
-    with pytest.raises(RewardError, match="'weighted_sum', sample 0: nonfinite"):
-        RewardRunner([large])(batch(["a"]))
+            scored = runner(batch(["a", "p", "m", "n"]))
+        for j, name in enumerate(functions):
+            column = values(scored.rewards_NR[:, j])
+            assert column[0] != -99 and column[1:] == [-99] * 3
+            assert counts(runner, name) == [1, 1, 0, 0, 2]
+    with pytest.raises(RewardError, match="'large', sample 0: nonfinite.*got float 1e"):
+        RewardRunner([compose("large", {"x": lambda completion: 1e300}, sum)])(batch(["a"]))
 
 
 def test_faults_of_parts_are_named():
     rows = lambda completion: [1.0, 2.0]  # noqa: E731
     text = lambda completion: "1"  # noqa: E731
     for f, message in ((rows, "part 'x': compositions take one"), (text, "part 'x': expected a")):
-        with pytest.raises(RewardError, match=f"'product', sample 0: shape: {message}"):
-            RewardRunner([product({"x": f})], on_error="skip")(batch(["a"]))
-
-
-def test_gate_and_gate_rewards_agree_on_what_does_not_apply():
-    cells = [1.0, 0.25, 0.0, None]
-    tasks = [Task(x=x, y=y) for x in cells for y in cells]
-
-    def x(completion, x):
-        return x
-
-    def y(completion, y):
-        return y
-
-    for otherwise in (0.0, -1.0, nan):
-        gated = gate(y, on=x, at_least=0.25, otherwise=otherwise, name="gated")
-        rewards = RewardRunner([x, y, gated])(batch(["a"] * 16, tasks)).rewards_NR
-        table = gate_rewards(
-            rewards, ("x", "y", "g"), "y", on="x", at_least=0.25, otherwise=otherwise
-        )
-        assert values(table[:, 1]) == values(rewards[:, 2])
-        assert rewards[12:, 2].isnan().all() and rewards[3::4, 2].isnan().all()
-        assert values(table[:, [0, 2]]) == values(rewards[:, [0, 2]])
+        with pytest.raises(RewardError, match=f"'whole', sample 0: shape: {message}"):
+            RewardRunner([compose("whole", {"x": f}, sum)], on_error="skip")(batch(["a"]))
 
 
 def test_names_that_stand_twice_are_refused():
@@ -1598,31 +1417,14 @@ def test_names_that_stand_twice_are_refused():
     for make in (
         lambda: RewardRunner([exact_answer(), exact_answer(column="other")]),
         lambda: RewardRunner([two, reward_function(lambda completion: 1.0, name="a/b")]),
-        lambda: weighted_sum([f, f], [1.0, 1.0]),
-        lambda: product([exact_answer(), exact_answer(column="other")]),
-        lambda: gate_rewards(torch.ones(2, 3), ("a", "b", "a"), "a", on="b", at_least=1),
+        lambda: compose("all", [f, f], sum),
     ):
         with pytest.raises(ValueError, match="name of its own"):
             make()
-    with pytest.raises(ValueError, match="components.*'a'"):
-        reward_function(f, components=("a", "a"))
     tasks = [Task(answer="1", other="2")]
-    pair = weighted_sum({"a": exact_answer(), "b": exact_answer(column="other")}, {"b": 2, "a": 1})
-    same = gate(exact_answer(), on=exact_answer(column="other"), at_least=1, name="gated")
-    assert RewardRunner([pair, same])(batch(["2"], tasks)).rewards_NR.tolist() == [[2, 0]]
-
-
-def test_gate_reads_raw_rewards_and_keeps_what_does_not_apply():
-    # two rewards of four samples; the second counts only where the first is 1
-    raw = torch.tensor([[1.0, 1.0], [0.0, 1.0], [nan, 1.0], [1.0, nan], [0.0, nan]])
-    gated = gate_rewards(raw, ("r1", "r2"), "r2", on="r1", at_least=1.0)
-    assert values(gated) == values(torch.tensor([[1, 1], [0, 0], [nan, nan], [1, nan], [0, nan]]))
-    ranked = torch.stack([raw, raw], dim=2)
-    assert values(
-        gate_rewards(ranked, ("r1", "r2"), "r2", on="r1", at_least=1.0)[..., 0]
-    ) == values(gated)
-    with pytest.raises(ValueError, match="Unknown reward component 'r3'"):
-        gate_rewards(raw, ("r1", "r2"), "r3", on="r1", at_least=1.0)
+    both = {"a": exact_answer(), "b": exact_answer(column="other")}
+    pair = compose("pair", both, lambda parts: parts[0] + 2 * parts[1])
+    assert RewardRunner([pair])(batch(["2"], tasks)).rewards_NR.tolist() == [[2]]
 
 
 @settings(max_examples=20, deadline=None)

@@ -17,7 +17,7 @@ from grpo_nb.core import seeded
 from grpo_nb.lab.checkpoint import check_seal, latest
 from grpo_nb.lab.record import Run
 from grpo_nb.policies.tokens import TokenPolicy
-from grpo_nb.rewards import RewardRunner, exact_answer
+from grpo_nb.reward_runner import RewardRunner
 from grpo_nb.tasks import Taskset, data_path, overlap
 from grpo_nb.trainer import (
     GRPO,
@@ -31,6 +31,7 @@ from grpo_nb.trainer import (
     open_rewards,
     parts_of,
 )
+from grpo_nb.verifiers import exact_answer
 
 RIGHT = exact_answer(extract="marker", marker="</think>")
 

@@ -52,10 +52,10 @@ def ours(a):
 
     from grpo_nb.core import seeded
     from grpo_nb.policies.tokens import TokenPolicy
-    from grpo_nb.rewards import exact_answer
     from grpo_nb.tasks import Taskset
     from grpo_nb.trainer import GRPO, load_config
     from grpo_nb.update import update
+    from grpo_nb.verifiers import exact_answer
 
     torch.set_num_threads(a.threads)
     tasks = Taskset.load(Path(a.dir) / "tasks.jsonl")
