@@ -26,7 +26,8 @@ from .filter_groups import FilterGroupsConfig, keep_groups, recommend
 from .lab.filter_logs import format_summary, parse_filter_logs
 from .losses import POLICY_LOSSES, LossConfig, kl_penalty, policy_loss
 from .lab.plots import plot_run, plot_runs
-from .policies.diffusion import DiffusionPolicy, ddim_sampler, ddpm_sampler, flow_sampler
+from .policies.diffusion import DiffusionPolicy
+from .policies.samplers import ddim_sampler, ddpm_sampler, flow_sampler
 from .policies.tokens import TokenPolicy
 from .ranking import make_relevance_reward, make_safe_reward, make_safety_reward
 from .reward_runner import RewardConfig, RewardRunner

@@ -68,7 +68,8 @@ class Denoiser(torch.nn.Module):
 
 def diffusion(folder):
     "Latent trajectories: three epochs over the steps of a sliding window."
-    from grpo_nb.policies.diffusion import DiffusionPolicy, flow_sampler, slide_window
+    from grpo_nb.policies.diffusion import DiffusionPolicy, slide_window
+    from grpo_nb.policies.samplers import flow_sampler
 
     policy = DiffusionPolicy(Denoiser(), flow_sampler(6), (6, 2), reduce="mean", window=(0, 3))
     more = [

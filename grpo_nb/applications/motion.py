@@ -18,14 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core import seeded
-from grpo_nb.policies.diffusion import (
-    DENOISERS,
-    DiffusionPolicy,
-    Sampler,
-    ddpm_sampler,
-    flow_sampler,
-    per_row,
-)
+from ..policies.diffusion import DENOISERS, DiffusionPolicy
+from ..policies.samplers import Sampler, ddpm_sampler, flow_sampler, per_row
 from ..tasks import Task
 
 # %% ../../nbs/applications/motion.ipynb #c3943a3a
