@@ -15,23 +15,21 @@ from grpo_nb.advantages import (
     ADVANTAGES,
     AdvantageConfig,
     Gate,
-    all_reducer,
-    batch_norm,
     compute_advantages,
+    dr_grpo,
     gate,
     gdpo,
+    gdpo_verl,
     gpg,
     grpo,
     mo_grpo,
-    moments,
     opo,
     passk,
-    prepare,
     reinforce_pp_baseline,
     rloo,
     spread_to_tokens,
 )
-from grpo_nb.core import Groups, blocks_of, group_stats
+from grpo_nb.core import Groups, group_stats
 
 HERE = Path(__file__).parent
 NAN = float("nan")
@@ -71,7 +69,7 @@ DELIBERATE = {
     "verl: one-sample groups": "verl returns the raw reward (no baseline); ours is 0 by default, verl's numbers come "
     "with singleton='raw' (except rloo_vectorized, which is 0 in verl too)",
     "verl: token whitening": "verl's batch stage counts every token, so long answers set mean and scale; ours counts "
-    "responses by default, verl's numbers come with level='token'",
+    "responses by default, verl's numbers come with gdpo_verl",
     "verl: zero-length row": "its reward belongs to the group's statistics as in verl unless the caller masks the row "
     "(mask_NK), which also takes it out of the baseline",
     "verl: gdpo/single_token_total": "verl raises when the batch holds a single token; ours is 0",
@@ -86,9 +84,8 @@ TRL = load("trl")
 def trl_config(params):
     if params["multi_objective_aggregation"] == "normalize_then_sum":
         return AdvantageConfig("gdpo", params["reward_weights"], options=dict(single="whiten"))
-    return AdvantageConfig(
-        "grpo", params["reward_weights"], options=dict(scale=params["scale_rewards"])
-    )
+    mode = {"group": "grpo", "batch": "grpo_batch", "none": "dr_grpo"}[params["scale_rewards"]]
+    return AdvantageConfig(mode, params["reward_weights"])
 
 
 @pytest.mark.parametrize("case", TRL, ids=ids(TRL))
@@ -182,7 +179,7 @@ VERL = load("verl")
 def verl_call(case):
     inputs, params = case["inputs"], case["params"]
     eps, name = params["epsilon"], params["estimator"]
-    scale = "group" if params.get("norm_adv_by_std", True) else "none"
+    by_std = params.get("norm_adv_by_std", True)
     dtype = torch.float32 if params["dtype"] == "float32" else torch.float64
     lengths = inputs["lengths"]
     if "mask" in inputs:
@@ -192,20 +189,11 @@ def verl_call(case):
     if name == "gdpo":
         by_key = [inputs["rewards_by_key"][k] for k in params["reward_keys"]]
         rewards = torch.tensor(by_key, dtype=dtype).t()
-        return gdpo(
-            rewards,
-            groups,
-            params["reward_weights"],
-            scale=scale,
-            eps=eps,
-            single="whiten",
-            level="token",
-            lengths_N=lengths,
-            **raw,
-        )
+        kw = dict(eps=eps, norm_adv_by_std=by_std, lengths_N=lengths, **raw)
+        return gdpo_verl(rewards, groups, params["reward_weights"], **kw)
     rewards = torch.tensor(inputs["rewards"], dtype=dtype)
     if name in ("grpo", "grpo_vectorized"):
-        return grpo(rewards, groups, scale=scale, eps=eps, **raw)
+        return grpo(rewards, groups, eps=eps, **raw) if by_std else dr_grpo(rewards, groups, **raw)
     if name == "rloo":
         return rloo(rewards, groups, **raw)
     if name == "rloo_vectorized":
@@ -215,6 +203,7 @@ def verl_call(case):
     if name == "gpg":
         return gpg(rewards, groups, **raw)
     if name == "grpo_passk":
+        scale = "group" if by_std else "none"
         return passk(rewards, groups, scale=scale, eps=eps, **F64)
     if name == "reinforce_plus_plus_baseline":
         return reinforce_pp_baseline(rewards, groups, level="token", lengths_N=lengths, **raw)
@@ -325,7 +314,8 @@ def test_row_order_does_not_matter(batch, random):
     order = list(range(len(x)))
     random.shuffle(order)
     for name, f in ADVANTAGES.items():
-        kw = dict(lengths_N=[1 + i % 3 for i in range(len(x))]) if name == "opo" else {}
+        by_length = name in ("opo", "gdpo_verl")
+        kw = dict(lengths_N=[1 + i % 3 for i in range(len(x))]) if by_length else {}
         if name == "passk":
             groups, kw = [g // 4 for g in groups], {}
             if len(x) < 2:
@@ -335,7 +325,7 @@ def test_row_order_does_not_matter(batch, random):
         if name == "saw":
             kw = dict(low=-10)
         base = f(x, groups, weights, **F64, **kw)
-        if name == "opo":
+        if by_length:
             kw = dict(lengths_N=[kw["lengths_N"][i] for i in order])
         moved = f(x[order], [groups[i] for i in order], weights, **F64, **kw)
         torch.testing.assert_close(moved, base[order], atol=1e-8, rtol=1e-7, msg=name)
@@ -394,7 +384,8 @@ def test_constant_groups_are_exactly_zero(name, dtype):
         x = torch.tensor(values, dtype=dtype).repeat_interleave(n)
         x = torch.stack([x, x.flip(0)], 1)
         groups = [i // n for i in range(len(x))]
-        kw = dict(lengths_N=[1 + i % 5 for i in range(len(x))]) if name == "opo" else {}
+        by_length = name in ("opo", "gdpo_verl")
+        kw = dict(lengths_N=[1 + i % 5 for i in range(len(x))]) if by_length else {}
         assert (ADVANTAGES[name](x, groups, [1, 0.3], **kw, **F64) == 0).all(), (n, name)
 
 
@@ -440,35 +431,6 @@ def test_ranks(batch):
     assert torch.equal(gdpo(x, groups, weights, mask_NK=mask), gdpo(hidden, groups, weights))
 
 
-def test_layouts_give_the_same_numbers():
-    generator = torch.Generator().manual_seed(1)
-    sizes = [3, 8, 1, 5, 8, 2, 8]
-    groups = torch.arange(7).repeat_interleave(torch.tensor(sizes))
-    x = torch.rand(len(groups), 2, generator=generator)
-    perm = torch.randperm(len(groups), generator=generator)
-    base = gdpo(x, groups)
-    for names in (groups, groups * 10**10, [f"uuid-{g}" for g in groups.tolist()]):
-        assert torch.equal(gdpo(x, names), base)
-    torch.testing.assert_close(gdpo(x[perm], groups[perm]), base[perm], atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(
-        base.double(),
-        torch.from_numpy(slow_gdpo(x.double().numpy(), groups.tolist(), [1, 1])),
-        atol=1e-6,
-        rtol=1e-6,
-    )
-
-
-def test_many_blocks_equal_one():
-    generator = torch.Generator().manual_seed(2)
-    n = 1 << 17
-    x = torch.rand(n, 4, generator=generator)
-    groups = Groups.of(torch.arange(n) // 8)
-    assert len(blocks_of(groups, 4)) > 3
-    a = mo_grpo(x, groups)
-    rows = slice(8 * 5000, 8 * 5001)
-    torch.testing.assert_close(a[rows], mo_grpo(x[rows], [0] * 8))
-
-
 def test_inputs_are_not_changed():
     for shape in ((8, 1), (8, 2), (1, 1), (8, 1, 1)):
         x = torch.rand(shape, dtype=torch.float64)
@@ -476,7 +438,8 @@ def test_inputs_are_not_changed():
         for name, f in ADVANTAGES.items():
             if name == "passk" and len(x) < 2:
                 continue
-            f(x, [0] * len(x), **(dict(lengths_N=[1] * len(x)) if name == "opo" else {}))
+            by_length = name in ("opo", "gdpo_verl")
+            f(x, [0] * len(x), **(dict(lengths_N=[1] * len(x)) if by_length else {}))
         assert torch.equal(x, before)
 
 
@@ -492,16 +455,6 @@ def test_completion_length_and_padding_do_not_matter():
 def test_whitening_a_batch_of_noise_only():
     x = torch.tensor([[0.1, 0.9], [0.3, 0.7], [0.6, 0.4], [0.2, 0.8]], dtype=torch.float64)
     assert (gdpo(x, [0, 0, 1, 1], eps=0, eps_batch=0) == 0).all()
-    assert (batch_norm(torch.full((9, 1), 0.7, dtype=torch.float64), eps=0) == 0).all()
-
-
-def test_single_group_warns_and_two_do_not():
-    x = torch.tensor([[1.0, 0], [0, 1], [1, 1], [0, 0]])
-    with pytest.warns(UserWarning, match="at least two groups"):
-        gdpo(x, [0] * 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        gdpo(x, [0, 0, 1, 1])
 
 
 def test_empty_batch():
@@ -524,7 +477,6 @@ def test_metrics_on_ragged_groups_with_missing_values():
     assert m["adv/dead_groups"] == pytest.approx(2 / 3)
     assert m["adv/share/a"] == 1 and m["adv/share/b"] == 0
     assert m["rewards/a/mean"] == pytest.approx(3 / 5)
-    assert moments(torch.tensor([1.0, 2])).std() == pytest.approx(0.5**0.5)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -543,22 +495,7 @@ def shared_batch():
     return x, group_N
 
 
-MODES = {
-    "grpo": {},
-    "opo": {},
-    "grpo_batch": {},
-    "rloo": {},
-    "loo_norm": {},
-    "mo_grpo": {},
-    "gdpo": {},
-    "sa_mrpo": {},
-    "saw": {},
-    "dvao": {},
-    "gd2po": {},
-    "reinforce_pp_baseline": {},
-    "gpg": {},
-    "passk": {},
-}
+MODES = [m for m in sorted(ADVANTAGES) if m != "grpo_no_std"]
 
 
 def in_process(rank, port, out):
@@ -574,15 +511,13 @@ def in_process(rank, port, out):
     for share, first in shares.items():
         spread = share == "spread"
         rows = first if rank == 0 else ~first
-        for mode, options in MODES.items():
-            config = AdvantageConfig(mode, [1, 0.5], options=options)
-            reduce = all_reducer() if mode != "gdpo" else dist.group.WORLD
+        for mode in MODES:
             got = compute_advantages(
                 x[rows],
                 group_N[rows],
-                config=config,
+                config=AdvantageConfig(mode, [1, 0.5]),
                 lengths_N=1 + torch.arange(48)[rows] % 5,
-                reduce=reduce,
+                processes=dist.group.WORLD,
                 spread=spread,
             )
             results[mode, share] = (rows, got.values, got.metrics)
@@ -603,13 +538,15 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
         want = compute_advantages(
             x,
             group_N,
-            config=AdvantageConfig(mode, [1, 0.5], options=MODES[mode]),
+            config=AdvantageConfig(mode, [1, 0.5]),
             lengths_N=1 + torch.arange(48) % 5,
         )
         for part in parts:
             rows, values, metrics = part[mode, share]
             torch.testing.assert_close(values, want.values[rows], atol=1e-6, rtol=1e-6)
             for k, v in want.metrics.items():
+                if k == "adv/distinct":  # of this process
+                    continue
                 assert metrics[k] == pytest.approx(v, abs=1e-6, nan_ok=True), (mode, share, k)
 
 
@@ -620,13 +557,6 @@ def test_shards_whitened_alone_are_wrong():
     assert (whole - alone).abs().max() > 0.01
 
 
-def test_prepare_accepts_arrays_lists_and_groups():
-    x = [[1.0, 0.0], [0.0, None]]
-    for rewards in (x, np.array(x, dtype=np.float64), torch.tensor([[1.0, 0.0], [0.0, NAN]])):
-        assert prepare(rewards, Groups.of([0, 0])).sparse
-    assert torch.equal(grpo(torch.tensor([1, 0]), [0, 0]), grpo([True, False], [0, 0]))
-
-
 WITH_EPS = sorted(k for k, f in ADVANTAGES.items() if "eps" in inspect.signature(f).parameters)
 
 
@@ -634,8 +564,9 @@ WITH_EPS = sorted(k for k, f in ADVANTAGES.items() if "eps" in inspect.signature
 @pytest.mark.parametrize("eps", [-1.0, NAN, math.inf])
 def test_an_eps_that_is_no_number_from_0_is_refused(mode, eps):
     assert len(WITH_EPS) > 8
-    with pytest.raises(ValueError, match="eps must be a number >= 0"):
-        ADVANTAGES[mode]([[1.0, 0], [0, 0]] * 2, [0, 0, 1, 1], eps=eps)
+    with pytest.raises(ValueError, match="eps must be >= 0"):
+        kw = dict(lengths_N=[1] * 4) if mode == "gdpo_verl" else {}
+        ADVANTAGES[mode]([[1.0, 0], [0, 0]] * 2, [0, 0, 1, 1], eps=eps, **kw)
 
 
 @pytest.mark.parametrize("options", [dict(eps=-1.0), dict(eps_batch=NAN)])
@@ -669,20 +600,10 @@ def test_arrays_in_any_order_of_memory():
     "ids", [[0, 0.4, 1, 1.9], [True, False, True, False], [[0], [0], [1], [1]]]
 )
 def test_ids_of_the_wrong_kind_are_refused_with_and_without_spread(ids, spread):
-    kw = dict(spread=True, reduce=lambda x, op: x) if spread else {}
+    kw = dict(spread=spread)
     for same in (ids, np.array(ids), torch.tensor(ids)):
         with pytest.raises(ValueError, match="Group ids must"):
             grpo([1.0, 0, 1, 0], same, **kw)
-
-
-def test_arguments_beside_a_reward_batch_are_refused():
-    b = prepare([1.0, 0, 1, 0], [0, 0, 0, 0])
-    for kw in (dict(mask_NK=torch.ones(4)), dict(singleton="raw"), dict(dtype=torch.float64)):
-        with pytest.raises(ValueError, match="give them to `prepare`"):
-            grpo(b, b.groups, **kw)
-    with pytest.raises(ValueError, match="give them to `prepare`"):
-        grpo(b, [0, 0, 1, 1])
-    assert torch.equal(grpo(b, None), grpo([1.0, 0, 1, 0], [0] * 4))
 
 
 @pytest.mark.parametrize(
@@ -692,7 +613,6 @@ def test_arguments_beside_a_reward_batch_are_refused():
         ({"b": 0}, {}, [], False),
         ({"b": -1}, {}, [], False),
         ({"b": 1e-5}, {}, [], False),
-        ({"b": 10}, {"scale": "none"}, [], False),
         ({"b": 0.5}, {}, [Gate("a", on="b")], False),
         ({"a": 2}, {}, [Gate("a", on="b")], True),
     ],
@@ -729,3 +649,35 @@ def test_names_twice_and_weights_as_text_are_refused():
     for shape in ((2, 0), (2, 1, 0), (2, 0, 3)):
         with pytest.raises(ValueError, match="Rewards must be"):
             grpo(torch.ones(shape), [0, 0])
+
+
+def test_the_correlation_with_each_reward_is_that_of_the_mo_grpo_theorem():
+    x = torch.rand(4096, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([1.0, 5, 0.2])
+    cov = torch.cov(x.t())
+    raw = cov.sum(1) / (cov.sum().sqrt() * cov.diag().sqrt())
+    a = grpo(x, [0] * 4096, **F64)
+    corr = [torch.corrcoef(torch.stack([x[:, k], a]))[0, 1].item() for k in range(3)]
+    assert corr == pytest.approx(raw.tolist(), abs=1e-9)
+    # 2 x 2 x 2 factorial: uncorrelated by construction, so that every normalised reward has the same share
+    cube = torch.cartesian_prod(*[torch.tensor([0.0, 1])] * 3) * torch.tensor([1.0, 5, 0.2])
+    a = mo_grpo(cube, [0] * 8, eps=0)
+    corr = [torch.corrcoef(torch.stack([cube[:, k], a]))[0, 1].item() for k in range(3)]
+    assert corr == pytest.approx([3**-0.5] * 3, abs=1e-4)
+
+
+def test_a_true_spread_of_1e9_is_as_large_as_epsilon_lets_it():
+    x = torch.tensor([1e-9, 0, 0, 0], dtype=torch.float64)
+    for eps, largest in ((1e-4, 7.5e-6), (1e-8, 0.0714), (0, 1.5)):
+        assert grpo(x, [0] * 4, eps=eps).max().item() == pytest.approx(largest, rel=1e-2)
+
+
+def test_a_value_at_the_mean_of_its_group_agrees_with_every_other_reward():
+    x = torch.tensor([[0.1, 0.0], [0.2, 1.0], [0.3, 1.0]] * 2)
+    a = ADVANTAGES["gd2po"](x, [0, 0, 0, 1, 1, 1], **F64)
+    assert (a != 0).all()
+
+
+def test_ids_of_spread_groups_count_from_0():
+    with pytest.raises(ValueError, match="number the groups of the whole batch from 0"):
+        grpo([1.0, 0], [7, 9], spread=True)
