@@ -49,17 +49,19 @@ class GroupedRewards:
 
     def std(self, x: Tensor, ddof: int = 1) -> Tensor:
         "Deviation of the group of each value; 0 where it is constant or has too few values."
-        d, n = group_centre(x, self.groups), self.count(x)
-        variance = self.groups.expand(self.groups.sum((d * d).nan_to_num(0.0))) / (n - ddof)
-        return torch.where(n > ddof, variance.sqrt(), 0.0)
+        return self.groups.expand(self._std_P(group_centre(x, self.groups), ddof))
+
+    def _std_P(self, d: Tensor, ddof: int) -> Tensor:
+        n, square = self.groups.sum(~d.isnan()), self.groups.sum((d * d).nan_to_num(0.0))
+        return torch.where(n > ddof, (square / (n - ddof)).sqrt(), 0.0)
 
     def normalise(self, x: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
         "(x - mean of the group) / (std of the group + eps); 0 where the group is constant."
         check_number("eps", eps, 0)
-        d, std = self.centre(x), self.std(x, ddof)
-        if self.raw_singles:
-            std = torch.where(self.count(x) == 1, 1.0, std)
-        return d * torch.where(std > 0, 1 / (std + eps), 0.0)
+        d = group_centre(x, self.groups)
+        std_P = self._std_P(d, ddof)
+        z = d * self.groups.expand(torch.where(std_P > 0, 1 / (std_P + eps), 0.0))
+        return torch.where(self.count(x) == 1, x / (1 + eps), z) if self.raw_singles else z
 
     def weighted_sum(self, x_NRK: Tensor) -> Tensor:  # (N, K)
         "Components added with their weights; what does not apply adds nothing, NaN where nothing applies."

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core import pack, unpack
+from ..files import pack, unpack
 from .record import DirLock
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #b460f357
