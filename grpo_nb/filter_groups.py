@@ -10,7 +10,7 @@ __all__ = ['REASONS', 'SINGLES', 'METRICS', 'RULES', 'varies', 'as_columns', 'co
            'combined_advantage', 'decide', 'filter_values', 'p_dead', 'prob_unfilled', 'expected_gen_batches',
            'Recommendation', 'recommend', 'adaptive_cap', 'next_batch_size']
 
-# %% ../nbs/method/01_filter_groups.ipynb #ab14305c
+# %% ../nbs/method/01_filter_groups.ipynb #7ee8eb6b
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,16 +52,17 @@ def as_columns(values: Tensor | np.ndarray | Sequence) -> Tensor:
     x = x.reshape(len(x), math.prod(x.shape[1:]))
     return x if x.shape[1] else x.new_full((len(x), 1), torch.nan)
 
-# %% ../nbs/method/01_filter_groups.ipynb #dc1a4273
+# %% ../nbs/method/01_filter_groups.ipynb #c3a0f027
 def column_stats(values, group_N: Groups | Tensor | Sequence) -> GroupStats:
     "(P, C) statistics of each group and column, deviation with ddof 0; infinities are refused."
     groups = Groups.of(group_N)
     x = as_columns(values).to(groups.size_P.device)
-    if x.isinf().any():
+    stats = group_stats(x, groups, ddof=0)
+    if (stats.min.isinf() | stats.max.isinf()).any():
         raise ValueError(
             f"The filter metric has {int(x.isinf().sum())} infinite values. Return NaN (does not apply) or a finite number."
         )
-    return group_stats(x, groups, ddof=0)
+    return stats
 
 # %% ../nbs/method/01_filter_groups.ipynb #5d6d95e4
 REASONS = (
@@ -158,7 +159,7 @@ def _reasons(
         reason_P[groups_P] = REASONS.index(name)
     return reason_P
 
-# %% ../nbs/method/01_filter_groups.ipynb #c5fd0947
+# %% ../nbs/method/01_filter_groups.ipynb #94316ca7
 def keep_groups(
     values: Tensor | np.ndarray | Sequence,  # (N,) or (N, C) metric; NaN or None = does not apply
     group_N: Groups | Tensor | Sequence,  # group of each sample: any ids, any order, uneven sizes
@@ -177,7 +178,7 @@ def keep_groups(
     signal_P = (differs_P if signal_P is None else signal_P) & (valid_P > 1)
     keep_P = signal_P | _kept_singles(valid_P == 1, singles)
     outside_P = keep_P & ~_in_band(stats, band)
-    range_2C = value_range(values_NC, seen_2C)
+    range_2C = value_range(torch.cat([stats.min, stats.max]), seen_2C)
     reason_P = _reasons(stats, metric_levels(range_2C), differs_P, signal_P, outside_P)
     keep_P = keep_P & ~outside_P
     return GroupDecision(groups, values_NC, range_2C, stats, signal_P, keep_P, reason_P)
@@ -231,7 +232,7 @@ def metric_column(
         )
     return x.double()
 
-# %% ../nbs/method/01_filter_groups.ipynb #313dca27
+# %% ../nbs/method/01_filter_groups.ipynb #d2fa097d
 def _plain_numbers(name: str, column: Any) -> np.ndarray:
     "A list or array as float64; texts and mappings are refused by name."
     array = np.asarray(column)
@@ -309,7 +310,7 @@ def resolve_metric(
     known = {*rollout.reward_names, *rollout.info, *derived}
     raise UnknownFilterMetric(unknown_name("filter metric", metric, known))
 
-# %% ../nbs/method/01_filter_groups.ipynb #0caf61cc
+# %% ../nbs/method/01_filter_groups.ipynb #bb1c8774
 @configuration
 class FilterGroupsConfig:
     "How groups are filtered and how a batch is filled."

@@ -26,7 +26,6 @@ from grpo_nb.filter_groups import (
     keep_groups,
     next_batch_size,
     p_dead,
-    recommend,
     resolve_metric,
     seq_reward,
 )
@@ -274,15 +273,6 @@ def test_missing_metric_lists_what_there_is():
         resolve_metric(groups_of([1, 0]).replace(rewards_NR=None, reward_names=()), seq_reward)
 
 
-def test_a_dict_reward_is_refused_by_name():
-    r = groups_of([1, 0])
-    r = r.replace(info={"score": [{"acc": 1}, {"acc": 0}]})
-    with pytest.raises(
-        ValueError, match="'score' needs one number per sample, its column holds dict"
-    ):
-        resolve_metric(r, "score")
-
-
 @pytest.mark.parametrize(
     "bad",
     [
@@ -354,12 +344,6 @@ def test_rank_rewards_are_dead_only_if_every_cell_is_constant():
 
 # --- cost model ----------------------------------------------------------------------------------
 
-TABLE_DEAD = {
-    4: [0.815, 0.656, 0.320, 0.248, 0.125, 0.248, 0.656],
-    8: [0.663, 0.430, 0.100, 0.058, 0.008, 0.058, 0.430],
-    16: [0.440, 0.185, 0.010, 0.003, 0.000, 0.003, 0.185],
-}
-
 
 def test_expected_batches_table_and_scipy():
     from scipy.stats import binom
@@ -388,15 +372,6 @@ def test_expected_batches_against_the_collector(carry):
     mean = np.mean([c.collect(source).num_gen_batches for _ in range(n)])
     f = float(np.mean(p_dead(np.linspace(0, 1, 10001), 4)))
     assert mean == pytest.approx(expected_gen_batches(f, 16, carry), rel=0.1)
-
-
-def test_recommend():
-    assert recommend(0.9, 8).filter_rate == pytest.approx(recommend(0.1, 8).filter_rate)
-    assert recommend(0.9, 8).filter_rate == pytest.approx(0.430, abs=5e-4)
-    pool = recommend(np.random.default_rng(0).beta(0.18, 0.42, 100_000), 8)
-    assert 0.55 < pool.filter_rate < 0.65
-    assert recommend([0.0, 1.0], 8).max_num_gen_batches == 0
-    assert recommend(0.5, 8).max_num_gen_batches < recommend(0.05, 8).max_num_gen_batches
 
 
 def test_adaptive_cap_faults():
