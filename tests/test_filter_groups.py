@@ -407,13 +407,6 @@ def test_cap_is_exact_and_fullness_comes_first():
         assert c.collect(script).outcome == "full" and len(script.asked) == cap
 
 
-@pytest.mark.parametrize("limit", [0, -1])
-def test_no_limit(limit):
-    script = Script(*[[DEAD]] * 99, [LIVE])
-    c = GroupCollector(FilterGroupsConfig(**QUIET, max_num_gen_batches=limit), 1)
-    assert c.collect(script).num_gen_batches == 100
-
-
 def test_rows_stay_whole_and_columns_together():
     uids = list("abcabcabcd")
     r = rollout_of(uids, [1, 0, 1, 0, 1, 1, 1, 1, 0, 1], name=np.array(uids))
@@ -529,12 +522,6 @@ def test_metric_names_are_complete():
     aliases = dict(num_gen_batches=1, filter_rate=0.5, mean_metric_std=0.25, num_kept_prompts=1)
     assert {k: m[f"train/{k}"] for k in aliases} == aliases
     assert m["filter/frac_all_high"] == 0.5 and m["filter/frac_all_low"] == 0
-
-
-def test_pooled_rate_not_mean_of_rates():
-    c = GroupCollector(FilterGroupsConfig(**QUIET), 2)
-    m = c.collect(Script([DEAD] * 8 + [LIVE], [LIVE])).metrics
-    assert m["filter/filter_rate"] == pytest.approx(8 / 10)
 
 
 # --- resume and faults ---------------------------------------------------------------------------

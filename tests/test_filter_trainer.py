@@ -75,15 +75,6 @@ def test_the_stream_is_told_about_dropped_groups_too():
     assert order == [task.index for task in again.read(len(order))]  # each once, in order
 
 
-def test_the_stream_is_told_before_the_next_batch_is_drawn():
-    stream, at = Watched(TASKS), []
-    t = make("steps=2", tasks=stream)
-    read = stream.read
-    stream.read = lambda n: at.append(len(stream.told)) or read(n)
-    t.fit()
-    assert at == list(range(len(at))) and len(at) > 2
-
-
 def test_generation_batches_and_training_steps_are_counted_apart():
     t = make("steps=3", "optimizer.schedule=linear", "optimizer.warmup=2").fit()
     rows = t.history
@@ -197,11 +188,6 @@ def test_a_metric_the_batch_lacks_is_refused_with_what_there_is():
         make("filter_groups.metric=accc").step()
 
 
-def test_one_sample_per_group_is_refused_before_sampling():
-    with pytest.raises(ValueError, match="cannot vary"), pytest.warns(UserWarning):
-        make("num_generations=1")
-
-
 # --- the limit -----------------------------------------------------------------------------------
 
 
@@ -253,16 +239,6 @@ def test_a_partial_batch_is_trained_on_and_counted():
     assert row["filter/batch_fraction"] == row["filter/groups_trained"] / 6
     assert row["n_rollouts_trained"] == 4 * row["filter/groups_trained"]
     assert not torch.equal(weights(t), start)
-
-
-def test_the_adaptive_limit_ends_a_hopeless_step():
-    t = make(
-        "steps=1",
-        "filter_groups.adaptive_cap=true",
-        "filter_groups.on_cap=skip_step",
-        reward=only(()),
-    )
-    assert t.fit().history[-1]["train/num_gen_batches"] == 2
 
 
 # --- one batch: drop and mask ----------------------------------------------------------------------

@@ -161,53 +161,6 @@ def test_padding_order_and_company_change_nothing(policy):
         torch.testing.assert_close(got, lp[i, : r.lengths_N[i]], atol=1e-5, rtol=1e-4)
 
 
-def test_left_padding_needs_positions(policy):
-    "What `logp` avoids: the same row behind left padding, with positions that count real tokens only."
-    r = policy.sample(TASKS[:1], 2, seeded(6, "s"))
-    n, m = int(r.states["prompt_len"][0]), int(r.lengths_N[0])
-    ids = torch.cat([r.states["prompt_ids"][0, :n], r.states["completion_ids"][0, :m]])
-    padded = torch.cat([torch.zeros(5, dtype=torch.long), ids])[None]
-    attend = torch.cat([torch.zeros(5), torch.ones(len(ids))]).long()[None]
-    with torch.no_grad():
-        z = policy.model(
-            input_ids=padded,
-            attention_mask=attend,
-            position_ids=(attend.cumsum(1) - 1).clamp(min=0),
-        ).logits[0, 5 + n - 1 : -1]
-    lp = torch.log_softmax(z, -1).gather(1, ids[n:, None])[:, 0]
-    torch.testing.assert_close(lp, r.old_logp_NS[0, :m], atol=1e-4, rtol=1e-4)
-
-
-def test_packed_rows_agree(policy):
-    "Several samples in one row, told apart by positions that start again, as packing does it."
-    if not isinstance(policy.model.config, (LlamaConfig, Qwen2Config)):
-        pytest.skip("transformers packs by positions on these architectures")
-    r = policy.sample(TASKS, 2, seeded(7, "s"))
-    rows = [
-        torch.cat(
-            [
-                r.states["prompt_ids"][i, : r.states["prompt_len"][i]],
-                r.states["completion_ids"][i, : r.lengths_N[i]],
-            ]
-        )
-        for i in range(len(r))
-    ]
-    with torch.no_grad():
-        z = policy.model(
-            input_ids=torch.cat(rows)[None],
-            position_ids=torch.cat([torch.arange(len(x)) for x in rows])[None],
-            use_cache=False,
-        ).logits[0]
-    start = 0
-    for i, ids in enumerate(rows):
-        n = int(r.states["prompt_len"][i])
-        lp = torch.log_softmax(z[start + n - 1 : start + len(ids) - 1], -1).gather(
-            1, ids[n:, None]
-        )[:, 0]
-        torch.testing.assert_close(lp, r.old_logp_NS[i, : len(lp)], atol=1e-4, rtol=1e-4)
-        start += len(ids)
-
-
 def test_fast_decoder_is_used_where_it_fits(policy):
     with torch.no_grad():
         kind = type(policy.network.decoder())
@@ -269,17 +222,6 @@ def test_leaving_out_zero_advantages_is_exact(policy):
     torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-3)
 
 
-def test_pad_equal_to_eos(policy, tokenizer):
-    r = policy.sample(TASKS, 6, seeded(11, "s"))
-    same = copy.copy(tokenizer)
-    same.pad_token = "<eos>"
-    other = changed(policy, tokenizer=same).sample(TASKS, 6, seeded(11, "s"))
-    assert torch.equal(other.mask_NS, r.mask_NS) and other.outputs == r.outputs
-    torch.testing.assert_close(
-        policy.logp(other).detach(), policy.logp(r).detach(), atol=1e-5, rtol=1e-4
-    )
-
-
 def test_half_precision_scores_in_fp32(tokenizer):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MODELS["llama"], dtype=torch.bfloat16)
@@ -288,14 +230,6 @@ def test_half_precision_scores_in_fp32(tokenizer):
     lp = p.logp(r)
     assert lp.dtype == r.old_logp_NS.dtype == torch.float32
     assert (lp.detach() - r.old_logp_NS).abs().max() < 0.1
-
-
-def test_a_group_is_one_draw_of_one_task(policy):
-    r = policy.sample([TASKS[0], TASKS[3]], 2, seeded(0, "s"))  # the same prompt drawn twice
-    assert r.num_groups == 2
-    mixed = policy.sample(TASKS[:2], 2, seeded(0, "s"))
-    with pytest.raises(ValueError, match="different prompts"):
-        policy.logp(mixed.replace(group_N=torch.zeros(4, dtype=torch.long)))
 
 
 def test_head_logp_peak_memory_does_not_grow_with_the_number_of_tokens():
