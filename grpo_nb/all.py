@@ -9,10 +9,11 @@ __all__ = ['ADVANTAGES', 'AdvantageConfig', 'compute_advantages', 'checkpoints',
            'parse_filter_logs', 'format_summary', 'recommend', 'POLICY_LOSSES', 'LossConfig', 'kl_penalty',
            'policy_loss', 'plot_run', 'plot_runs', 'DiffusionPolicy', 'ddim_sampler', 'ddpm_sampler', 'flow_sampler',
            'TokenPolicy', 'make_relevance_reward', 'make_safe_reward', 'make_safety_reward', 'REWARDS', 'RewardConfig',
-           'RewardRunner', 'reward_function', 'EXPERIENCE_OPERATORS', 'SHARES', 'TasksetScheduler', 'SELECTORS',
-           'BaseSelector', 'TaskSelectorConfig', 'Task', 'Taskset', 'data_path', 'Run', 'diagnose', 'read_trl',
-           'read_verl', 'GRPO', 'GRPOConfig', 'build_config', 'check_resume', 'load_config', 'KLStop', 'UpdateConfig',
-           'check_on_policy', 'update']
+           'RewardRunner', 'RewardSpec', 'compose', 'reward_function', 'answer_tags', 'exact_answer', 'format_match',
+           'length_target', 'math_equivalence', 'reasoning_gym_score', 'EXPERIENCE_OPERATORS', 'SHARES',
+           'TasksetScheduler', 'SELECTORS', 'BaseSelector', 'TaskSelectorConfig', 'Task', 'Taskset', 'data_path', 'Run',
+           'diagnose', 'read_trl', 'read_verl', 'GRPO', 'GRPOConfig', 'build_config', 'check_resume', 'load_config',
+           'KLStop', 'UpdateConfig', 'check_on_policy', 'update']
 
 # %% ../nbs/07_all.ipynb #db464b55
 from .advantages import ADVANTAGES, AdvantageConfig, compute_advantages
@@ -25,16 +26,26 @@ from .filter_groups import FilterGroupsConfig, keep_groups, recommend
 from .lab.filter_logs import format_summary, parse_filter_logs
 from .losses import POLICY_LOSSES, LossConfig, kl_penalty, policy_loss
 from .lab.plots import plot_run, plot_runs
-from .policies.diffusion import DiffusionPolicy, ddim_sampler, ddpm_sampler, flow_sampler
+from .policies.diffusion import DiffusionPolicy
+from .policies.samplers import ddim_sampler, ddpm_sampler, flow_sampler
 from .policies.tokens import TokenPolicy
 from .ranking import make_relevance_reward, make_safe_reward, make_safety_reward
-from .rewards import REWARDS, RewardConfig, RewardRunner, reward_function
+from .reward_runner import RewardConfig, RewardRunner
+from .rewards import REWARDS, RewardSpec, compose, reward_function
 from .scheduler import EXPERIENCE_OPERATORS, TasksetScheduler
 from .selectors import SELECTORS, BaseSelector, TaskSelectorConfig
 from .shares import SHARES
 from .tasks import Task, Taskset, data_path
 from .lab.record import Run, diagnose, read_trl, read_verl
 from .trainer import GRPO, GRPOConfig, build_config, check_resume, load_config
+from grpo_nb.verifiers import (
+    answer_tags,
+    exact_answer,
+    format_match,
+    length_target,
+    math_equivalence,
+)
+from .verifiers import reasoning_gym_score
 from .update import KLStop, UpdateConfig, check_on_policy, update
 
 _all_ = [
@@ -42,7 +53,8 @@ _all_ = [
     "compare", "Groups", "Policy", "Registry", "Rollout", "concat", "group_stats", "masked_mean", "masked_sum", "minibatches", "seeded",
     "FilterGroupsConfig", "GroupCollector", "keep_groups", "parse_filter_logs", "format_summary", "recommend", "POLICY_LOSSES", "LossConfig", "kl_penalty",
     "policy_loss", "plot_run", "plot_runs", "DiffusionPolicy", "ddim_sampler", "ddpm_sampler", "flow_sampler", "TokenPolicy",
-    "make_relevance_reward", "make_safe_reward", "make_safety_reward", "REWARDS", "RewardConfig", "RewardRunner", "reward_function",
+    "make_relevance_reward", "make_safe_reward", "make_safety_reward", "REWARDS", "RewardConfig", "RewardRunner", "RewardSpec", "compose", "reward_function",
+    "answer_tags", "exact_answer", "format_match", "length_target", "math_equivalence", "reasoning_gym_score",
     "EXPERIENCE_OPERATORS", "SHARES", "TasksetScheduler", "SELECTORS", "BaseSelector", "TaskSelectorConfig", "Task", "Taskset", "data_path",
     "Run", "diagnose", "read_trl", "read_verl", "GRPO", "GRPOConfig", "build_config", "check_resume", "load_config", "KLStop",
     "UpdateConfig", "check_on_policy", "update",

@@ -56,7 +56,9 @@ from .collector import GroupCollector
 from .filter_groups import FilterGroupsConfig
 from .losses import Clip, LossConfig
 from .ranking import check_layouts, warn_cancelling_scales
-from .rewards import REWARDS, RewardConfig, RewardRunner
+from .reward_runner import RewardConfig, RewardRunner
+from .rewards import REWARDS
+from . import verifiers  # noqa: F401 (their names are in REWARDS)
 from .scheduler import SELECTOR_KEYS, TasksetScheduler, tasks_from_trinity
 from .tasks import Task, Taskset, data_path
 from grpo_nb.lab.record import (
@@ -754,7 +756,8 @@ def open_policy(
     config: PolicyConfig,
 ) -> Policy:
     "The language model of a configuration."
-    from grpo_nb.policies.tokens import ModelNotFound, TokenPolicy
+    from grpo_nb.policies.loading import ModelNotFound
+    from grpo_nb.policies.tokens import TokenPolicy
 
     names = [f.name for f in dataclasses.fields(config) if f.name != "model"]
     options = {name: getattr(config, name) for name in names}
@@ -1020,8 +1023,6 @@ def advantages(
 ) -> tuple[Tensor, dict[str, float]]:  # (N,), or (N, S) for rewards per rank; metrics
     "Advantages as the configuration names them."
     config = self.config.advantage
-    if config.weights is None and any(w != 1 for w in self.rewards.weights_R):
-        config = dataclasses.replace(config, weights=list(map(float, self.rewards.weights_R)))
     a = compute_advantages(
         rollout.rewards, rollout.group_N, rollout.reward_names, config, lengths_N=rollout.lengths_N
     )
