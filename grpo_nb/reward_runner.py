@@ -131,16 +131,16 @@ class RewardRecord:
     ) -> None:
         "File a result; raises RewardError where the run must stop."
         if result.values is not None and result.values.ndim == 3:
-            self.widen(result.values.shape[2], (self.components[columns[0]], rows[0]))
+            self._widen(result.values.shape[2], (self.components[columns[0]], rows[0]))
         for i, n in enumerate(rows):
             for j, r in enumerate(columns):
                 value = np.nan if result.values is None else result.values[i, j]
-                self.values[n, r] = self.file(n, r, value, result)
+                self.values[n, r] = self._file(n, r, value, result)
                 self.ms_NR[n, r] = result.ms
 
 # %% ../nbs/method/03_reward_runner.ipynb #3d182656
 @patch
-def widen(self: RewardRecord, ranks: int, place: tuple[str, int]) -> None:
+def _widen(self: RewardRecord, ranks: int, place: tuple[str, int]) -> None:
     "Make room for rows of K ranks; rows of another length are a RewardError."
     if self.first_row is None:
         self.first_row = place
@@ -154,7 +154,7 @@ def widen(self: RewardRecord, ranks: int, place: tuple[str, int]) -> None:
 
 
 @patch
-def file(self: RewardRecord, n: int, r: int, value: Any, result: CallResult) -> Any:
+def _file(self: RewardRecord, n: int, r: int, value: Any, result: CallResult) -> Any:
     "Note the outcome for sample n and component r, and give back what stands there under its policy."
     name, outcome, message = self.components[r], result.outcome, result.message
     if outcome == "ok":
@@ -177,12 +177,12 @@ def file(self: RewardRecord, n: int, r: int, value: Any, result: CallResult) -> 
         raise RewardError(
             f"{where}. Use on_{outcome}='skip' (NaN) or a number to go on."
         ) from result.error
-    self.stop_if_most_fail(name, result.error)
+    self._stop_if_most_fail(name, result.error)
     return np.nan if policy == "skip" else float(policy)
 
 
 @patch
-def stop_if_most_fail(self: RewardRecord, name: str, error: BaseException | None) -> None:
+def _stop_if_most_fail(self: RewardRecord, name: str, error: BaseException | None) -> None:
     "A RewardError once a component fails on too much of the batch."
     n, failed = len(self.values), self.failed[name]
     if failed > self.config.max_error_share * n:
@@ -228,7 +228,7 @@ class RewardRunner:
         self.components = [label for s in self.specs for label in s.labels()]
         if "<lambda>" in self.components:
             raise ValueError("A lambda needs a name of its own. Give a dict: {'name': function}.")
-        self.check_policies()
+        self._check_policies()
         places = iter(range(len(self.components)))
         self.columns = [[next(places) for _ in s.labels()] for s in self.specs]
         self.pooled = [i for i, s in enumerate(self.specs) if s.own_process or self.config.workers]
@@ -238,7 +238,7 @@ class RewardRunner:
         self.last: dict[str, float] = {}
         self.lock, self.pool = threading.Lock(), None
 
-    def check_policies(self) -> None:
+    def _check_policies(self) -> None:
         "Refuse policies of unknown components."
         for outcome in ("error", "timeout", "nonfinite", "none"):
             setting = getattr(self.config, f"on_{outcome}")
@@ -263,19 +263,19 @@ def __call__(
         record = RewardRecord(self.components, n, self.config)
         self.failures = record.failures
         if n:  # an empty batch has no tasks, hence no columns to check
-            self.score(record, columns, n)
-        self.count(record)
+            self._score(record, columns, n)
+        self._count(record)
         values = torch.from_numpy(record.values).float().to(rollout.group_N.device)
         name, other = ("rewards_NR", "rewards_NRK")[:: 1 if values.ndim == 2 else -1]
         return rollout.replace(reward_names=tuple(self.components), **{name: values, other: None})
 
 
 @patch
-def score(self: RewardRunner, record: RewardRecord, columns: dict, n: int) -> None:
+def _score(self: RewardRunner, record: RewardRecord, columns: dict, n: int) -> None:
     "Call every function: in workers those that need them, the others here."
-    args = [s.pick(columns | {"sample_seed": self.seeds(s, n)}) for s in self.specs]
+    args = [s.pick(columns | {"sample_seed": self._seeds(s, n)}) for s in self.specs]
     if self.pooled:
-        self.run_pooled(record, args, n)
+        self._run_pooled(record, args, n)
     for i, spec in enumerate(self.specs):
         done = n if i in self.pooled else 0
         for result in evaluate_reward(spec, args[i], n, spec.form == "single") if done < n else ():
@@ -285,7 +285,7 @@ def score(self: RewardRunner, record: RewardRecord, columns: dict, n: int) -> No
 
 
 @patch
-def seeds(self: RewardRunner, spec: RewardSpec, n: int) -> list[int]:
+def _seeds(self: RewardRunner, spec: RewardSpec, n: int) -> list[int]:
     "A seed per sample, for functions that ask for one."
     if spec.accepts is not None and "sample_seed" not in spec.accepts:
         return []
@@ -293,7 +293,7 @@ def seeds(self: RewardRunner, spec: RewardSpec, n: int) -> list[int]:
 
 
 @patch
-def run_pooled(self: RewardRunner, record: RewardRecord, args: list[dict], n: int) -> None:
+def _run_pooled(self: RewardRunner, record: RewardRecord, args: list[dict], n: int) -> None:
     "Cut the batch into jobs and run them in workers."
     if self.pool is None or not self.pool.close.alive:
         specs = [self.specs[i] for i in self.pooled]
@@ -311,7 +311,7 @@ def run_pooled(self: RewardRunner, record: RewardRecord, args: list[dict], n: in
 
 # %% ../nbs/method/03_reward_runner.ipynb #2b30392a
 @patch
-def count(self: RewardRunner, record: RewardRecord) -> None:
+def _count(self: RewardRunner, record: RewardRecord) -> None:
     "Update the metrics of this batch and the totals, and warn about failures."
     self.last, n = record.outcome_metrics(), len(record.values)
     for r, name in enumerate(self.components):

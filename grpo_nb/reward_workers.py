@@ -226,11 +226,11 @@ def give(
     "Begin to send a job; the clock of its first sample starts when the worker has taken it."
     self.job, self.work_limit, self.out = job, limit, memoryview(payload)
     self.since, self.limit = time.monotonic(), limit + len(payload) / TRANSFER_RATE
-    self.send()
+    self._send()
 
 
 @patch
-def send(self: Worker) -> None:
+def _send(self: Worker) -> None:
     "Send what the pipe takes without waiting."
     if self.out:
         with suppress(OSError):  # full; or it died, and what it wrote is still to be read
@@ -242,7 +242,7 @@ def send(self: Worker) -> None:
 @patch
 def exchange(self: Worker) -> bool:  # False: the other end is closed
     "Send and receive what is possible without waiting; what was received is in `messages`."
-    self.send()
+    self._send()
     try:
         data = self.pipe.recv(1 << 20)
     except BlockingIOError:
@@ -366,7 +366,7 @@ class WorkerPool:
         self.queue, self.add, self.wasted = deque(jobs), add, 0
         try:
             while self.queue or any(w.job for w in self.workers):
-                self.dispatch(arguments)
+                self._dispatch(arguments)
                 waiting = [w for w in self.workers if w.job or not w.ready]
                 left = min((w.since + w.limit for w in waiting), default=0) - time.monotonic()
                 heard = listen(waiting, max(left, 0.001))
@@ -382,11 +382,11 @@ class WorkerPool:
 
 # %% ../nbs/method/02_reward_workers.ipynb #b9533860
 @patch
-def dispatch(self: WorkerPool, arguments: Callable) -> None:
+def _dispatch(self: WorkerPool, arguments: Callable) -> None:
     "Start workers while there is work for them, and give jobs to the idle; those that died idle are replaced."
     for w in list(self.workers):
         if w.ready and not w.job and w.process.poll() is not None:
-            self.discard(w, w.exit_reason())
+            self._discard(w, w.exit_reason())
     wanted = len(self.queue) + sum(w.job is not None for w in self.workers)
     while len(self.workers) < min(self.size, wanted):
         self.workers.append(Worker(self.blob, self.config))
@@ -404,19 +404,19 @@ def poll_worker(self: WorkerPool, w: Worker, heard: bool) -> None:
     alive = not heard or w.exchange()
     try:
         for message in w.messages():
-            self.receive(w, message)
+            self._receive(w, message)
     except RewardError:
         raise
     except ValueError as e:
-        return self.lost(w, "error", f"the process was killed: {e}")
+        return self._lost(w, "error", f"the process was killed: {e}")
     if not alive:
-        self.lost(w, "error", w.exit_reason())
+        self._lost(w, "error", w.exit_reason())
     elif w.expired():
-        self.lost(w, "timeout", self.late(w))
+        self._lost(w, "timeout", self._late(w))
 
 
 @patch
-def late(self: WorkerPool, w: Worker) -> str:
+def _late(self: WorkerPool, w: Worker) -> str:
     "What a worker did not do in time."
     if not (w.out and w.job):
         return f"no result after {w.limit:g} s; the process was killed"
@@ -428,7 +428,7 @@ def late(self: WorkerPool, w: Worker) -> str:
 
 # %% ../nbs/method/02_reward_workers.ipynb #0d991ef4
 @patch
-def receive(self: WorkerPool, w: Worker, message: Any) -> None:
+def _receive(self: WorkerPool, w: Worker, message: Any) -> None:
     "File one message of a worker; what nobody asked for is a ValueError."
     if not w.ready:
         if message != {"ready": True}:
@@ -455,7 +455,7 @@ def receive(self: WorkerPool, w: Worker, message: Any) -> None:
 
 
 @patch
-def discard(self: WorkerPool, w: Worker, why: str) -> None:
+def _discard(self: WorkerPool, w: Worker, why: str) -> None:
     "Kill a worker; that three in a row served no sample is an error, or they would be replaced for ever."
     self.workers.remove(w)
     w.kill()
@@ -465,14 +465,14 @@ def discard(self: WorkerPool, w: Worker, why: str) -> None:
 
 
 @patch
-def lost(self: WorkerPool, w: Worker, outcome: str, message: str) -> None:
+def _lost(self: WorkerPool, w: Worker, outcome: str, message: str) -> None:
     "A worker hung or died: blame the sample it was at, and queue the rest again."
     job, untouched = w.job, outcome == "error" and len(w.out) > 0
     if not w.ready:
         raise RewardError(f"A reward worker did not start: {message}.")
     if job is None or untouched:  # it died before it had the job: not this job's fault
         self.queue.extendleft([job] if job else [])
-        return self.discard(w, message)
+        return self._discard(w, message)
     ms = 1000 * (time.monotonic() - w.since)
     self.workers.remove(w)
     w.kill()

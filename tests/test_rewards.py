@@ -434,13 +434,13 @@ def test_workers_that_end_before_they_take_a_sample_are_not_replaced_for_ever():
     def run():  # the samples are too large to be taken before the worker ends
         with RewardRunner([judge], workers=1, on_error="skip", **QUIET) as runner:
             runner.pool = WorkerPool(runner.specs, 1, runner.config)
-            real = runner.pool.dispatch
+            real = runner.pool._dispatch
 
             def late(arguments):
                 time.sleep(0.1 if any(w.ready for w in runner.pool.workers) else 0)
                 real(arguments)
 
-            runner.pool.dispatch = late
+            runner.pool._dispatch = late
             with pytest.raises(RewardError, match="end before they take a sample.*with code 7"):
                 runner(batch(["a"]))
         return True
