@@ -8,13 +8,14 @@ __all__ = ['POINTS', 'AEON', 'reach_paths', 'reach_parts', 'reach_reward', 'reac
            'read_ts', 'Recordings', 'load_basic_motions', 'generated_recordings', 'beat_share', 'beat', 'beat_tasks',
            'beat_policy']
 
-# %% ../../nbs/applications/motion.ipynb #3ea3b81d
+# %% ../../nbs/applications/motion.ipynb #6e79b33e
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..core import seeded
@@ -22,7 +23,7 @@ from ..policies.diffusion import DENOISERS, DiffusionPolicy
 from ..policies.samplers import Sampler, ddpm_sampler, flow_sampler, per_row
 from ..tasks import Task
 
-# %% ../../nbs/applications/motion.ipynb #c3943a3a
+# %% ../../nbs/applications/motion.ipynb #6e0912ff
 POINTS = 16  # L
 
 
@@ -40,7 +41,7 @@ def reach_paths(
     path = end[:, None] * along[:, None] + bump[:, :, None] * left[:, None]
     return path + 0.05 * torch.randn(n, POINTS, 2, generator=generator), goal
 
-# %% ../../nbs/applications/motion.ipynb #5b23d6fb
+# %% ../../nbs/applications/motion.ipynb #4ca71be0
 def reach_parts(
     path: Tensor,  # (N, 16, 2)
     goal: Tensor,  # (N, 2)
@@ -54,7 +55,7 @@ def reach_parts(
         "shake": path.diff(dim=1).diff(dim=1).square().sum(2).mean(1),
     }
 
-
+# %% ../../nbs/applications/motion.ipynb #a0f143d7
 def reach_reward(
     path: Tensor,  # (N, 16, 2)
     goal: Tensor,  # (N, 2)
@@ -68,7 +69,7 @@ def reach(completions: Sequence[Tensor], goal: Sequence, **columns) -> list[floa
     "`reach_reward` as a reward function of the runner."
     return reach_reward(torch.stack(list(completions)), torch.tensor(goal)).tolist()
 
-# %% ../../nbs/applications/motion.ipynb #b0ed0107
+# %% ../../nbs/applications/motion.ipynb #c285f057
 def reach_tasks(
     n: int,  # tasks
     generator: torch.Generator,
@@ -82,7 +83,7 @@ def reach_tasks(
         for i, (x, y) in enumerate(goals)
     ]
 
-# %% ../../nbs/applications/motion.ipynb #58515da2
+# %% ../../nbs/applications/motion.ipynb #bf8659a0
 @DENOISERS.register("motion_mlp", force=True)  # the newest counts: the notebook's or the module's
 class MotionMLP(nn.Module):
     "An MLP that predicts a motion from a noisy one."
@@ -125,7 +126,7 @@ class MotionMLP(nn.Module):
         row = self.time(low) * (1 - rest) + self.time(up) * rest
         return self.net(torch.cat([x_in.flatten(1), condition.to(x.dtype), row], 1)).view_as(x)
 
-# %% ../../nbs/applications/motion.ipynb #34b1b0be
+# %% ../../nbs/applications/motion.ipynb #b87cfa19
 def denoising_loss(
     model: nn.Module,
     sampler: Sampler,
@@ -138,22 +139,17 @@ def denoising_loss(
     step = torch.randint(len(sampler), (len(clean),), generator=generator)
     noise = torch.randn(clean.shape, generator=generator)
     a, b = (per_row(f, clean) for f in sampler.factors(step))
-    x = a * clean + b * noise
-    target = {
-        "x0": clean,
-        "eps": noise,
-        "v": a * noise - b * clean,
-        "flow": noise - clean,
-    }[sampler.prediction]
+    targets = {"x0": clean, "eps": noise, "v": a * noise - b * clean, "flow": noise - clean}
     time = sampler.table(sampler.time_T, step).float()
-    keywords = {} if frames is None else {"frames": frames}
-    error = (model(x, time, condition, **keywords) - target).square()
+    more = {} if frames is None else {"frames": frames}
+    error = (
+        model(a * clean + b * noise, time, condition, **more) - targets[sampler.prediction]
+    ).square()
     if frames is None:
         return error.mean()
-    keep = frames.view(len(x), -1, *[1] * (x.ndim - 2)).expand_as(x)
-    return error[keep].mean()
+    return error[frames.view(len(error), -1, *[1] * (error.ndim - 2)).expand_as(error)].mean()
 
-
+# %% ../../nbs/applications/motion.ipynb #1a142eae
 def pretrain(
     model: nn.Module,
     sampler: Sampler,
@@ -177,14 +173,14 @@ def pretrain(
     model.eval()
     return float(torch.stack(losses[-max(steps // 10, 1) :]).mean())
 
-# %% ../../nbs/applications/motion.ipynb #cd2916b2
+# %% ../../nbs/applications/motion.ipynb #0b721f0c
 def new_model(cls: Callable, seed: int, **config) -> nn.Module:
     "A module whose first weights depend on `seed` alone; the global generator stays untouched."
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return cls(**config)
 
-
+# %% ../../nbs/applications/motion.ipynb #b75aea24
 def reach_policy(
     seed: int = 0,  # of weights and demonstrations
     sampler: Sampler | None = None,  # None: DDPM with 10 steps that predicts the clean path
@@ -202,7 +198,7 @@ def reach_flow_sampler(num_steps: int = 10) -> Sampler:
     "The flow variant: velocity, 10 steps, noise 0.7; time runs from 9 down as the table of MotionMLP expects."
     return flow_sampler(num_steps, time_scale=9.0)
 
-# %% ../../nbs/applications/motion.ipynb #1ec33790
+# %% ../../nbs/applications/motion.ipynb #552effa4
 def motion_config(
     seed: int = 0,
     steps: int = 40,  # training steps
@@ -223,7 +219,7 @@ def motion_config(
         "run": {"progress": False},
     }
 
-# %% ../../nbs/applications/motion.ipynb #d4357e03
+# %% ../../nbs/applications/motion.ipynb #5af291ce
 AEON = "aeon==1.6.0"
 
 
@@ -231,43 +227,28 @@ def find_basic_motions(
     folder: str | Path | None = None,  # where the two .ts files are; None: in the installed aeon
 ) -> Path:
     "The folder of BasicMotions; the package is not imported."
-    if folder is None:
-        spec = importlib.util.find_spec("aeon")
-        if spec is None or not spec.origin:
-            raise ValueError(
-                f"BasicMotions is not installed: it comes with the wheel {AEON}. To use it: pip install --no-deps {AEON}"
-            )
+    spec = importlib.util.find_spec("aeon") if folder is None else None
+    if spec is not None and spec.origin:
         folder = Path(spec.origin).parent / "datasets" / "data" / "BasicMotions"
-    missing = [
-        n
-        for n in ("BasicMotions_TRAIN.ts", "BasicMotions_TEST.ts")
-        if not (Path(folder) / n).is_file()
-    ]
-    if missing:
+    names = ("BasicMotions_TRAIN.ts", "BasicMotions_TEST.ts")
+    if folder is None or not all((Path(folder) / n).is_file() for n in names):
         raise ValueError(
-            f"No {' and '.join(missing)} in {folder}. The wheel {AEON} holds them: pip install --no-deps {AEON}"
+            f"No {' and '.join(names)} in {folder or 'an installed aeon'}. They come with its wheel: pip install --no-deps {AEON}"
         )
     return Path(folder)
 
-
+# %% ../../nbs/applications/motion.ipynb #22590cdc
 def read_ts(
     path: str | Path,  # a .ts file with equally long series
 ) -> tuple[Tensor, list[str]]:  # (n, F, C) values, labels
     "Series and class labels of a .ts file."
     lines = [v.strip() for v in Path(path).read_text(encoding="utf-8").splitlines()]
-    begin = [i for i, v in enumerate(lines) if v.lower() == "@data"]
-    if not begin:
-        raise ValueError(f"{path} has no @data line: not a .ts file.")
-    rows = [v.split(":") for v in lines[begin[0] + 1 :] if v and not v.startswith("#")]
+    data = lines[[v.lower() for v in lines].index("@data") + 1 :]
+    rows = [v.split(":") for v in data if v and not v.startswith("#")]
     series = [[[float(x) for x in channel.split(",")] for channel in row[:-1]] for row in rows]
-    sizes = {(len(s), len(c)) for s in series for c in s}
-    if len(sizes) != 1:
-        raise ValueError(
-            f"{path}: series of different sizes {sorted(sizes)[:4]} (channels, frames)."
-        )
     return torch.tensor(series).transpose(1, 2).contiguous(), [row[-1] for row in rows]
 
-# %% ../../nbs/applications/motion.ipynb #1d1a61ec
+# %% ../../nbs/applications/motion.ipynb #d25eb567
 @dataclass(frozen=True)
 class Recordings:
     "Recordings of several activities, in units of the network."
@@ -278,24 +259,26 @@ class Recordings:
     unit_C: Tensor  # deviation that values were divided by
     hz: float = 10.0  # frames per second
 
-    def draw(
-        self,
-        n: int,  # clips
-        generator: torch.Generator,
-        frames: int = 40,  # F of a clip
-        shortest: int = 24,  # clips end anywhere from here on; the rest is padding
-    ) -> tuple[Tensor, Tensor, Tensor]:  # clips (n, F, C), activity one-hot (n, A), mask (n, F)
-        "Random pieces of random recordings, every activity equally often."
-        share = 1.0 / torch.bincount(self.kind, minlength=len(self.names))[self.kind]
-        which = torch.multinomial(share, n, replacement=True, generator=generator)
-        start = torch.randint(self.values.shape[1] - frames + 1, (n,), generator=generator)
-        length = torch.randint(shortest, frames + 1, (n,), generator=generator)
-        mask = torch.arange(frames) < length[:, None]
-        clip = self.values[which[:, None], start[:, None] + torch.arange(frames)]
-        one_hot = torch.nn.functional.one_hot(self.kind[which], len(self.names)).float()
-        return torch.where(mask[:, :, None], clip, 0.0), one_hot, mask
+# %% ../../nbs/applications/motion.ipynb #a4f9b5ab
+@patch
+def draw(
+    self: Recordings,
+    n: int,  # clips
+    generator: torch.Generator,
+    frames: int = 40,  # F of a clip
+    shortest: int = 24,  # clips end anywhere from here on; the rest is padding
+) -> tuple[Tensor, Tensor, Tensor]:  # clips (n, F, C), activity one-hot (n, A), mask (n, F)
+    "Random pieces of random recordings, every activity equally often."
+    share = 1.0 / torch.bincount(self.kind, minlength=len(self.names))[self.kind]
+    which = torch.multinomial(share, n, replacement=True, generator=generator)
+    start = torch.randint(self.values.shape[1] - frames + 1, (n,), generator=generator)
+    length = torch.randint(shortest, frames + 1, (n,), generator=generator)
+    mask = torch.arange(frames) < length[:, None]
+    clip = self.values[which[:, None], start[:, None] + torch.arange(frames)]
+    one_hot = torch.nn.functional.one_hot(self.kind[which], len(self.names)).float()
+    return torch.where(mask[:, :, None], clip, 0.0), one_hot, mask
 
-
+# %% ../../nbs/applications/motion.ipynb #22b10ece
 def load_basic_motions(
     folder: str | Path | None = None,  # None: in the installed aeon
     activities: Sequence[str] = ("Walking", "Running", "Badminton"),
@@ -316,7 +299,7 @@ def load_basic_motions(
         out[part] = Recordings(values / unit, kind, tuple(activities), unit)
     return out
 
-# %% ../../nbs/applications/motion.ipynb #4b94f34a
+# %% ../../nbs/applications/motion.ipynb #ec4c5213
 def generated_recordings(
     seed: int = 0,
     each: int = 10,  # recordings of each activity
@@ -334,7 +317,7 @@ def generated_recordings(
     names = tuple(f"tempo {t}" for t in tempos)
     return Recordings(values, kind, names, torch.ones(6))
 
-# %% ../../nbs/applications/motion.ipynb #9043c466
+# %% ../../nbs/applications/motion.ipynb #af62b244
 def beat_share(
     clip: Tensor,  # (N, F, C) motions
     mask: Tensor,  # (N, F) bool: frames that count
@@ -352,14 +335,14 @@ def beat_share(
     explained = (product * torch.linalg.solve(wave.transpose(1, 2) @ wave, product)).sum((1, 2))
     return explained / x.square().sum((1, 2)).clamp(min=1e-9)
 
-
+# %% ../../nbs/applications/motion.ipynb #ee142fe6
 def beat(completions: Sequence[Tensor], **columns) -> list[float]:
     "`beat_share` as a reward function of the runner; completions are (frames, 6)."
     length = torch.tensor([len(c) for c in completions])
     clip = nn.utils.rnn.pad_sequence([c.float() for c in completions], batch_first=True)
     return beat_share(clip, torch.arange(clip.shape[1]) < length[:, None]).tolist()
 
-# %% ../../nbs/applications/motion.ipynb #ecee051e
+# %% ../../nbs/applications/motion.ipynb #05dea32e
 def beat_tasks(
     n: int,  # tasks
     recordings: Recordings,
@@ -381,7 +364,7 @@ def beat_tasks(
         for i, (k, m) in enumerate(zip(kind, length))
     ]
 
-
+# %% ../../nbs/applications/motion.ipynb #06ffd9a0
 def beat_policy(
     recordings: Recordings,
     seed: int = 0,  # of weights and clips

@@ -6,7 +6,7 @@
 __all__ = ['DENOISERS', 'TRAJECTORY_LIMIT', 'over_dims', 'gaussian_logp', 'gaussian_kl', 'effective_clip', 'DiffusionPolicy',
            'slide_window']
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #6ef690d3
+# %% ../../nbs/method/03_policies.diffusion.ipynb #2bf596a4
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from ..config import check_number, one_of
 from ..core import Registry, Rollout
 from .samplers import Sampler, per_row, wide_dtype
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #7f4a4a3f
+# %% ../../nbs/method/03_policies.diffusion.ipynb #1fddf597
 def over_dims(
     x: Tensor,  # (B, ...) one value per number of a step
     valid: Tensor | None = None,  # (B, ...) bool, broadcastable: numbers that count; None: all
@@ -40,7 +40,7 @@ def over_dims(
     count = x[0].numel() if valid is None else valid.expand_as(x).sum(dims).clamp(min=1)
     return total / count
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #d9353b9a
+# %% ../../nbs/method/03_policies.diffusion.ipynb #78bd70ae
 def gaussian_logp(
     y: Tensor,  # (B, ...) the stored next state
     mean: Tensor,  # (B, ...) mean of the step
@@ -64,7 +64,7 @@ def gaussian_logp(
     constant = per_row(std.log() + 0.5 * math.log(2 * math.pi), mean)
     return over_dims(-0.5 * z * z - constant, valid, reduce)
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #5746d6ad
+# %% ../../nbs/method/03_policies.diffusion.ipynb #1744b1a0
 def gaussian_kl(
     mean: Tensor,  # (B, ...)
     other_mean: Tensor,  # (B, ...)
@@ -75,7 +75,7 @@ def gaussian_kl(
     z = (mean - other_mean) / per_row(std, mean)
     return over_dims(0.5 * z * z, valid)
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #eab5165f
+# %% ../../nbs/method/03_policies.diffusion.ipynb #d7e4b16b
 def effective_clip(
     width: float,  # epsilon: ratios above 1 + width are clipped
     dims: int,  # D, numbers of a step
@@ -89,7 +89,7 @@ def effective_clip(
         "width_per_dim": math.expm1(per_dim),
     }
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #c7dd5a61
+# %% ../../nbs/method/03_policies.diffusion.ipynb #63a04bc3
 DENOISERS = Registry("denoiser")  # modules that `from_pretrained` can build from their `.config`
 TRAJECTORY_LIMIT = 1000  # largest D * S for which one ratio per trajectory is accepted
 
@@ -132,7 +132,7 @@ class DiffusionPolicy:
             f"{len(self.noisy_steps)} noisy, D = {self.dims}, reduce {self.reduce!r})"
         )
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #672fa9e4
+# %% ../../nbs/method/03_policies.diffusion.ipynb #1793be3f
 @patch(as_prop=True)
 def dims(self: DiffusionPolicy) -> int:
     "D, numbers of one sample."
@@ -149,13 +149,13 @@ def dtype(self: DiffusionPolicy) -> torch.dtype:
     "What states, means and log-probs are computed in: float32, or float64 for a float64 model."
     return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #071639f4
+# %% ../../nbs/method/03_policies.diffusion.ipynb #61619f16
 @patch
 def parameters(self: DiffusionPolicy) -> list[Tensor]:
     "The trainable parameters, for an optimizer."
     return [p for p in self.model.parameters() if p.requires_grad]
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #311e51a6
+# %% ../../nbs/method/03_policies.diffusion.ipynb #dec6537e
 @patch
 def copy(self: DiffusionPolicy) -> DiffusionPolicy:
     "A frozen copy with the present weights, e.g. as reference policy."
@@ -164,7 +164,7 @@ def copy(self: DiffusionPolicy) -> DiffusionPolicy:
     other._scored = None
     return other
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #79d48a2f
+# %% ../../nbs/method/03_policies.diffusion.ipynb #985078ad
 @patch(as_prop=True)
 def noisy_steps(self: DiffusionPolicy) -> list[int]:
     "The steps that are sampled with noise and scored."
@@ -172,7 +172,7 @@ def noisy_steps(self: DiffusionPolicy) -> list[int]:
     able = (self.sampler.std_T > 0).tolist()
     return [k for k in range(first, min(first + count, len(able))) if able[k]]
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #7ad96244
+# %% ../../nbs/method/03_policies.diffusion.ipynb #72570b92
 @patch
 def _check(self: DiffusionPolicy):
     "Refuse settings that cannot train."
@@ -201,7 +201,7 @@ def _check(self: DiffusionPolicy):
             f"{effective_clip(0.2, terms)['width_per_dim']:.1e} per number. Use reduce='sum' (a ratio per step) or 'mean'."
         )
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #58c8f74d
+# %% ../../nbs/method/03_policies.diffusion.ipynb #25708863
 @patch
 def _predict(self: DiffusionPolicy, x, time_B, condition_B, frames_BF) -> Tensor:
     "One forward pass with guidance."
@@ -219,7 +219,7 @@ def _predict(self: DiffusionPolicy, x, time_B, condition_B, frames_BF) -> Tensor
     full, null = both.chunk(2)
     return null + self.guidance * (full - null)
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #74602f40
+# %% ../../nbs/method/03_policies.diffusion.ipynb #bb35636e
 @patch
 def denoise(
     self: DiffusionPolicy,
@@ -243,7 +243,7 @@ def denoise(
             pieces.append(self._predict(*part))
     return torch.cat(pieces).to(x.dtype)
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #9b6dd5ee
+# %% ../../nbs/method/03_policies.diffusion.ipynb #3036a395
 @patch
 def conditions(
     self: DiffusionPolicy,
@@ -261,7 +261,7 @@ def conditions(
         )
     return torch.tensor([t.columns[self.condition] for t in tasks], dtype=torch.float32)
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #2f13259e
+# %% ../../nbs/method/03_policies.diffusion.ipynb #cfe0b70e
 @patch
 def frame_masks(
     self: DiffusionPolicy,
@@ -277,7 +277,7 @@ def frame_masks(
         )
     return torch.arange(self.shape[0]) < length_P[:, None]
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #af396b15
+# %% ../../nbs/method/03_policies.diffusion.ipynb #368724a7
 @patch
 def _numbers(self: DiffusionPolicy, frames_BF: Tensor | None) -> Tensor | None:
     "Frame masks in a shape that broadcasts over the numbers of a sample."
@@ -285,7 +285,7 @@ def _numbers(self: DiffusionPolicy, frames_BF: Tensor | None) -> Tensor | None:
         return None
     return frames_BF.view(len(frames_BF), -1, *[1] * (len(self.shape) - 1))
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #c6a81b5c
+# %% ../../nbs/method/03_policies.diffusion.ipynb #94862987
 @patch
 @torch.no_grad()
 def sample(
@@ -329,13 +329,13 @@ def sample(
     path_NL = torch.stack(path or [x], 1)
     return self._rollout(tasks, index_N, x, path_NL, steps, noisy, condition_N, frames_NF)
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #086a426b
+# %% ../../nbs/method/03_policies.diffusion.ipynb #ece3862e
 @patch(as_prop=True)
 def _over(self: DiffusionPolicy) -> str:
     "How the numbers of one step are reduced."
     return "mean" if self.reduce == "mean" else "sum"
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #c9459ff9
+# %% ../../nbs/method/03_policies.diffusion.ipynb #d964f8d0
 @patch
 def _rollout(
     self: DiffusionPolicy, tasks, index_N, x, path_NL, steps, noisy, condition_N, frames_NF
@@ -367,7 +367,7 @@ def _rollout(
         outputs=[v[:m] for v, m in zip(final, length_N)],
     )
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #2e8cf2ed
+# %% ../../nbs/method/03_policies.diffusion.ipynb #11f753ca
 @patch
 def _same_chain(self: DiffusionPolicy, r: Rollout):
     "Refuse to score steps of another sampler or guidance scale."
@@ -386,7 +386,7 @@ def _same_chain(self: DiffusionPolicy, r: Rollout):
             "between samplers mean nothing; score with the sampler that drew the steps."
         )
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #6791e130
+# %% ../../nbs/method/03_policies.diffusion.ipynb #50ef2b28
 @patch
 def _pairs(self: DiffusionPolicy, r: Rollout) -> SimpleNamespace:
     "Rows (N * S) of present and next state, step, deviation, condition, frames, valid numbers."
@@ -408,13 +408,13 @@ def _pairs(self: DiffusionPolicy, r: Rollout) -> SimpleNamespace:
         valid=self._numbers(frames_BF),
     )
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #ed5cb186
+# %% ../../nbs/method/03_policies.diffusion.ipynb #aa0f2b8c
 @patch
 def _means(self: DiffusionPolicy, b: SimpleNamespace) -> Tensor:
     "Means of noisy steps under the present weights."
     return self.sampler.step(b.x, self.denoise(b.x, b.step, b.condition, b.frames), b.step)[0]
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #86370198
+# %% ../../nbs/method/03_policies.diffusion.ipynb #2c27b0b0
 @patch
 def _shaped(self: DiffusionPolicy, value_B: Tensor, r: Rollout) -> Tensor:
     "Values per step as (N, S), or summed over the steps of a trajectory; 0 outside the mask."
@@ -423,7 +423,7 @@ def _shaped(self: DiffusionPolicy, value_B: Tensor, r: Rollout) -> Tensor:
         value_NS = value_NS.sum(1, keepdim=True)
     return torch.where(r.mask_NS.to(value_NS.device), value_NS, 0.0)
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #efa922bd
+# %% ../../nbs/method/03_policies.diffusion.ipynb #7b78a70a
 @patch
 def logp_and_kl(
     self: DiffusionPolicy,
@@ -439,13 +439,13 @@ def logp_and_kl(
     self._scored = (rollout.states, self._version(), kl_NS) if torch.is_grad_enabled() else None
     return logp_NS, kl_NS
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #ec893df4
+# %% ../../nbs/method/03_policies.diffusion.ipynb #feb939a7
 @patch
 def _version(self: DiffusionPolicy) -> tuple:
     "Changes with every optimizer step and every loaded weight."
     return id(self.model), sum(p._version for p in self.model.parameters())
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #a1c10aae
+# %% ../../nbs/method/03_policies.diffusion.ipynb #a5577a26
 @patch
 def logp(
     self: DiffusionPolicy,
@@ -454,7 +454,7 @@ def logp(
     "Log-probability of every stored step under the present weights."
     return self.logp_and_kl(rollout)[0]
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #ec9f7e44
+# %% ../../nbs/method/03_policies.diffusion.ipynb #f1dbb1b6
 @patch
 def logp_entropy(self: DiffusionPolicy, rollout: Rollout):
     "Refused: the entropy of a step is that of its noise level, whatever the network does."
@@ -463,7 +463,7 @@ def logp_entropy(self: DiffusionPolicy, rollout: Rollout):
         "entropy_coef=0; for more variety raise the noise (eta or a)."
     )
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #324251ad
+# %% ../../nbs/method/03_policies.diffusion.ipynb #efabb3fb
 @patch
 def kl(
     self: DiffusionPolicy,
@@ -478,7 +478,7 @@ def kl(
         anchor = other._means(b)
     return self._shaped(gaussian_kl(self._means(b), anchor, b.std, b.valid), rollout)
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #ff2837f9
+# %% ../../nbs/method/03_policies.diffusion.ipynb #149b0d1b
 @patch
 @torch.no_grad()
 def kl_old(
@@ -492,14 +492,14 @@ def kl_old(
         kl_NS = self.logp_and_kl(rollout)[1]
     return float(kl_NS.sum() / rollout.mask_NS.sum().clamp(min=1))
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #da41a99a
+# %% ../../nbs/method/03_policies.diffusion.ipynb #8717ae68
 def _same_columns(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     "Whether two rollouts store the same numbers."
     if a is b:
         return True
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #c44bf90f
+# %% ../../nbs/method/03_policies.diffusion.ipynb #4919ad0d
 def slide_window(
     size: int,  # noisy steps in the window
     every: int = 25,  # training steps between moves
@@ -514,7 +514,7 @@ def slide_window(
 
     return callback
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #138270ae
+# %% ../../nbs/method/03_policies.diffusion.ipynb #4d79435f
 @patch
 def state_dict(self: DiffusionPolicy) -> dict[str, Tensor]:
     "Weights, and the place of the window: (-1, -1) if there is none."
@@ -531,7 +531,7 @@ def load_state_dict(self: DiffusionPolicy, state: dict[str, Tensor]):
     self.window = None if window is None or window[0] < 0 else tuple(window.tolist())
     return out
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #573c9d84
+# %% ../../nbs/method/03_policies.diffusion.ipynb #f1ce2554
 _SETTINGS = ("guidance", "lengths", "reduce", "window", "chunk")
 
 
@@ -559,7 +559,7 @@ def save_pretrained(
     settings |= {k: getattr(self, k) for k in _SETTINGS}
     (path / "policy.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #174a070d
+# %% ../../nbs/method/03_policies.diffusion.ipynb #e58fa64d
 @patch(cls_method=True)
 def from_pretrained(
     cls: DiffusionPolicy,

@@ -6,7 +6,7 @@
 __all__ = ['STEPS', 'per_row', 'clean_and_noise', 'ddpm', 'ddim', 'flow', 'dance', 'cps', 'Sampler', 'signal_levels',
            'ddim_sampler', 'ddpm_sampler', 'flow_sampler']
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #aa118c79
+# %% ../../nbs/method/02_policies.samplers.ipynb #cbc00447
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..config import check_number, one_of
 from ..core import Registry
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #10a4facd
+# %% ../../nbs/method/02_policies.samplers.ipynb #8b97b3c0
 def per_row(
     value: Tensor | float,  # (B,) or a number
     x: Tensor,  # (B, ...)
@@ -27,12 +27,12 @@ def per_row(
     value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
     return value.reshape(-1, *[1] * (x.ndim - 1)) if value.ndim else value
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #3d366cec
+# %% ../../nbs/method/02_policies.samplers.ipynb #74a74cf3
 def wide_dtype(device: torch.device) -> torch.dtype:
     "What sums are accumulated in; an accelerator without float64 sums in float32."
     return torch.float32 if device.type == "mps" else torch.float64
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #4fc860fb
+# %% ../../nbs/method/02_policies.samplers.ipynb #b2788497
 def clean_and_noise(
     output: Tensor,  # (B, ...) what the network returned
     x: Tensor,  # (B, ...) the state it was given
@@ -51,10 +51,10 @@ def clean_and_noise(
         return a * x - b * output, b * x + a * output
     return x - b * output, x + a * output  # flow: a + b = 1
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #b24be002
+# %% ../../nbs/method/02_policies.samplers.ipynb #cefe8cea
 STEPS = Registry("step distribution")
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #84f22142
+# %% ../../nbs/method/02_policies.samplers.ipynb #846c28ef
 @STEPS.register()
 def ddpm(x, x0, eps, now, then):
     "Posterior of DDPM (2006.11239, eq. 7)."
@@ -63,7 +63,7 @@ def ddpm(x, x0, eps, now, then):
     std = ((1 - alpha) * (1 - then) / (1 - now)).sqrt()
     return per_row(clean, x) * x0 + per_row(keep, x) * x, std
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #9bb80a65
+# %% ../../nbs/method/02_policies.samplers.ipynb #2ff8d480
 @STEPS.register()
 def ddim(x, x0, eps, now, then, level=1.0):
     "DDIM with noise (2010.02502, eq. 12 and 16): level 1 is DDPM, 0 is deterministic."
@@ -71,7 +71,7 @@ def ddim(x, x0, eps, now, then, level=1.0):
     rest = (1 - then - std * std).clamp(min=0).sqrt()
     return per_row(then.sqrt(), x) * x0 + per_row(rest, x) * eps, std
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #390bc1eb
+# %% ../../nbs/method/02_policies.samplers.ipynb #4dd3b5de
 @STEPS.register()
 def flow(x, x0, eps, now, then, level=0.7, cap=1.0):
     "Stochastic flow matching of Flow-GRPO (2505.05470, eq. 12); `cap` stands for sigma = 1 in the denominator."
@@ -81,7 +81,7 @@ def flow(x, x0, eps, now, then, level=0.7, cap=1.0):
     mean = x * per_row(1 + drift, x) + v * per_row(dt + drift * (1 - now), x)
     return mean, spread * (-dt).sqrt()
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #ee91e682
+# %% ../../nbs/method/02_policies.samplers.ipynb #bf6a4eb6
 @STEPS.register()
 def dance(x, x0, eps, now, then, level=0.3):
     "Stochastic flow matching of DanceGRPO (2505.07818)."
@@ -90,7 +90,7 @@ def dance(x, x0, eps, now, then, level=0.3):
     mean = x + v * per_row(dt, x) - score * per_row(0.5 * level * level * dt, x)
     return mean, level * (-dt).sqrt()
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #c1323ef5
+# %% ../../nbs/method/02_policies.samplers.ipynb #bfd47f85
 @STEPS.register()
 def cps(x, x0, eps, now, then, level=0.7):
     "Coefficients-preserving sampling: old and fresh noise together have variance sigma^2."
@@ -98,7 +98,7 @@ def cps(x, x0, eps, now, then, level=0.7):
     keep = (then * then - std * std).clamp(min=0).sqrt()
     return x0 * per_row(1 - then, x) + eps * per_row(keep, x), std
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #01920030
+# %% ../../nbs/method/02_policies.samplers.ipynb #21572fa7
 @dataclass(frozen=True)
 class Sampler:
     "The steps of a denoising chain."
@@ -135,7 +135,7 @@ class Sampler:
         "Whether levels are sigmas (flow) or signal levels ab."
         return self.scheme in ("flow", "dance", "cps")
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #071062e5
+# %% ../../nbs/method/02_policies.samplers.ipynb #9e24774d
 @patch
 def table(self: Sampler, values: Sequence[float], step_B: Tensor) -> Tensor:
     "One of the sampler's columns at given steps, float64."
@@ -148,7 +148,7 @@ def factors(self: Sampler, step_B: Tensor) -> tuple[Tensor, Tensor]:
     level = self.table(self.level_T, step_B)
     return (1 - level, level) if self.by_sigma else (level.sqrt(), (1 - level).sqrt())
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #0f56d302
+# %% ../../nbs/method/02_policies.samplers.ipynb #4743a9c3
 @patch
 def step(
     self: Sampler,
@@ -167,7 +167,7 @@ def step(
     kw = {"cap": self.next_T[0]} if self.scheme == "flow" else {}
     return rule(x, x0, eps, now, then, level=self.noise if noisy else 0.0, **kw)
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #0ae5bdcc
+# %% ../../nbs/method/02_policies.samplers.ipynb #006ea00b
 @patch(as_prop=True)
 def std_T(self: Sampler) -> Tensor:  # (T,) float64, 0 where a step is deterministic
     "Deviation of each step; it does not depend on the network."
@@ -177,7 +177,7 @@ def std_T(self: Sampler) -> Tensor:  # (T,) float64, 0 where a step is determini
         std = torch.cat([std[:-1], std.new_zeros(1)])
     return std
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #a24e9ad0
+# %% ../../nbs/method/02_policies.samplers.ipynb #e65b92c3
 def signal_levels(
     num_steps: int,  # T
     schedule: str = "cosine",  # "cosine" (2102.09672, eq. 17) or "linear" (2006.11239)
@@ -196,7 +196,7 @@ def signal_levels(
         betas = [low + (high - low) * t / max(num_steps - 1, 1) for t in range(num_steps)]
     return torch.cumprod(1 - torch.tensor(betas, dtype=torch.float64), 0).tolist()
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #a8d8fae9
+# %% ../../nbs/method/02_policies.samplers.ipynb #9d8ef00c
 def ddim_sampler(
     num_steps: int = 10,  # T steps taken
     train_steps: int = 1000,  # noising steps the network was trained on
@@ -214,7 +214,7 @@ def ddim_sampler(
         scheme, tuple(map(float, at)), tuple(levels), (*levels[1:], 1.0), prediction, eta
     )
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #1037b2c7
+# %% ../../nbs/method/02_policies.samplers.ipynb #cc408e2b
 def ddpm_sampler(
     num_steps: int = 10,  # T, also the number of noising steps
     schedule: str = "cosine",
@@ -223,7 +223,7 @@ def ddpm_sampler(
     "All steps of DDPM; time counts T-1 ... 0."
     return ddim_sampler(num_steps, num_steps, 1.0, schedule, prediction, "ddpm")
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #74294a18
+# %% ../../nbs/method/02_policies.samplers.ipynb #845f320b
 def flow_sampler(
     num_steps: int = 10,  # T
     scheme: str = "flow",  # "flow" (Flow-GRPO), "dance" (DanceGRPO) or "cps"
