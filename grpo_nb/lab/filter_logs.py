@@ -147,12 +147,12 @@ def _complete(row: dict, before: int) -> list[str]:
     fill("accumulated", before, row.get("kept"), 1)
     return inferred
 
-# %% ../../nbs/lab/02_filter_logs.ipynb #173e7bc6
-def _batch_row(facts: dict, before: int, number: int) -> dict:
-    "One generation batch with its counts completed and checked."
-    row, issues = dict(facts), []
-    named = ["batch"] if row.setdefault("batch", number) is number and "batch" not in facts else []
-    inferred = named + _complete(row, before)
+# %% ../../nbs/lab/02_filter_logs.ipynb #fd0fbfa6
+def _batch_row(facts: dict, before: int, number: int, first: bool) -> dict:
+    "One generation batch with its counts completed and checked; groups may have been carried into the first."
+    row, issues = {"batch": number} | facts, []
+    inferred = [] if "batch" in facts else ["batch"]
+    inferred += _complete(row, before)
     prompts, kept, filtered = (row.get(k) for k in ("prompts", "kept", "filtered"))
     if None not in (prompts, kept, filtered) and kept + filtered != prompts:
         issues.append(f"{filtered} filtered + {kept} kept is not {prompts}")
@@ -160,19 +160,19 @@ def _batch_row(facts: dict, before: int, number: int) -> dict:
         printed = row.pop(f"{name}_printed", None)
         if printed is not None and prompts and _off_by(printed, count / prompts, True):
             issues.append(f"{name} {printed}% printed, {count / prompts:.2%} counted")
-    if before and kept is not None and row["accumulated"] != before + kept:
+    if not first and kept is not None and row["accumulated"] != before + kept:
         issues.append(f"{before} + {kept} is not {row['accumulated']}")
     row["filter_rate"] = filtered / prompts if prompts and filtered is not None else math.nan
     return row | {"inferred": ",".join(inferred), "issues": "; ".join(issues)}
 
-# %% ../../nbs/lab/02_filter_logs.ipynb #a491d752
+# %% ../../nbs/lab/02_filter_logs.ipynb #6c7ee07e
 def _step_rows(step: dict) -> list[dict]:
     "The completed rows of one step."
     rows, before, number = [], 0, 0
     for facts in step["batches"]:
         if facts.keys() - {"batch"}:
             number = facts.get("batch") or number + 1
-            rows.append(_batch_row(facts, before, number))
+            rows.append(_batch_row(facts, before, number, first=not rows))
             before = rows[-1].get("accumulated") or before
     return rows
 
@@ -205,7 +205,7 @@ def _step_summary(step: dict, rows: list[dict]) -> dict:
         "issues": "; ".join(issues),
     }
 
-# %% ../../nbs/lab/02_filter_logs.ipynb #c4165b1f
+# %% ../../nbs/lab/02_filter_logs.ipynb #24a782be
 def _log_summary(rows: list[dict], steps: list[dict], num_lines: int, unread: int) -> dict:
     "The whole log in numbers."
     names = ("num_gen_batches", "prompts", "filtered", "kept", "missing_batches")
