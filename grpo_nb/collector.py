@@ -7,7 +7,7 @@ __all__ = ['log', 'CAUSES', 'CRITICS', 'WINDOW', 'split_groups', 'Tally', 'step_
            'likely_cause', 'cap_message', 'start_warnings', 'batch_warnings', 'step_warnings', 'FilterCapError',
            'Collected', 'GroupCollector']
 
-# %% ../nbs/method/02_collector.ipynb #a752b196
+# %% ../nbs/method/02_collector.ipynb #826ef5a0
 import copy
 import dataclasses
 import logging
@@ -29,7 +29,6 @@ from grpo_nb.filter_groups import (
     expected_gen_batches,
     keep_groups,
     next_batch_size,
-    p_dead,
     weighted_components,
 )
 
