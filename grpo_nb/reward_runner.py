@@ -79,7 +79,7 @@ class RewardConfig:
     warn_error_share: Share = 0.01  # warn above this share
     seed: int = 0  # root of `sample_seed`
 
-
+# %% ../nbs/method/03_reward_runner.ipynb #653cd89e
 def failure_policy(
     config: RewardConfig,
     outcome: str,  # "error", "timeout", "nonfinite" or "none"
@@ -102,7 +102,7 @@ class Failure:
     outcome: str
     message: str
 
-
+# %% ../nbs/method/03_reward_runner.ipynb #b73bad91
 COUNTS = ("n_ok", "n_none", "n_error", "n_timeout", "n_nonfinite")
 
 
@@ -152,7 +152,7 @@ def _widen(self: RewardRecord, ranks: int, place: tuple[str, int]) -> None:
             f"{other!r}, sample {m}. Pad short lists with None."
         )
 
-
+# %% ../nbs/method/03_reward_runner.ipynb #ce993cb9
 @patch
 def _file(self: RewardRecord, n: int, r: int, value: Any, result: CallResult) -> Any:
     "Note the outcome for sample n and component r, and give back what stands there under its policy."
@@ -180,7 +180,7 @@ def _file(self: RewardRecord, n: int, r: int, value: Any, result: CallResult) ->
     self._stop_if_most_fail(name, result.error)
     return np.nan if policy == "skip" else float(policy)
 
-
+# %% ../nbs/method/03_reward_runner.ipynb #dc1c95d9
 @patch
 def _stop_if_most_fail(self: RewardRecord, name: str, error: BaseException | None) -> None:
     "A RewardError once a component fails on too much of the batch."
@@ -269,7 +269,7 @@ def __call__(
         name, other = ("rewards_NR", "rewards_NRK")[:: 1 if values.ndim == 2 else -1]
         return rollout.replace(reward_names=tuple(self.components), **{name: values, other: None})
 
-
+# %% ../nbs/method/03_reward_runner.ipynb #252f108d
 @patch
 def _score(self: RewardRunner, record: RewardRecord, columns: dict, n: int) -> None:
     "Call every function: in workers those that need them, the others here."
@@ -283,7 +283,7 @@ def _score(self: RewardRunner, record: RewardRecord, columns: dict, n: int) -> N
                 record.add(self.columns[i], range(done, done + result.n), result)
                 done += result.n
 
-
+# %% ../nbs/method/03_reward_runner.ipynb #0178ff99
 @patch
 def _seeds(self: RewardRunner, spec: RewardSpec, n: int) -> list[int]:
     "A seed per sample, for functions that ask for one."
@@ -291,7 +291,7 @@ def _seeds(self: RewardRunner, spec: RewardSpec, n: int) -> list[int]:
         return []
     return [seed_of(self.config.seed, spec.name, self.batches, i) for i in range(n)]
 
-
+# %% ../nbs/method/03_reward_runner.ipynb #2cacaae2
 @patch
 def _run_pooled(self: RewardRunner, record: RewardRecord, args: list[dict], n: int) -> None:
     "Cut the batch into jobs and run them in workers."
@@ -327,7 +327,7 @@ def _count(self: RewardRunner, record: RewardRecord) -> None:
             )
     self.batches += 1
 
-
+# %% ../nbs/method/03_reward_runner.ipynb #bb1050fe
 @patch
 def metrics(self: RewardRunner) -> dict[str, float]:
     "Counts and milliseconds per sample of the last batch, by component, ready to log."
@@ -340,7 +340,7 @@ def state_dict(self: RewardRunner) -> dict:
     totals = {k: dict(v) for k, v in self.totals.items()}
     return {"version": 1, "batches": self.batches, "totals": totals}
 
-
+# %% ../nbs/method/03_reward_runner.ipynb #159fce93
 @patch
 def load_state_dict(
     self: RewardRunner,
@@ -357,7 +357,7 @@ def load_state_dict(
     self.batches = int(state["batches"])
     self.totals = {k: dict(v) for k, v in state["totals"].items()}
 
-
+# %% ../nbs/method/03_reward_runner.ipynb #09263010
 @patch
 def close(self: RewardRunner) -> None:
     "Stop the workers; the next call would start new ones."

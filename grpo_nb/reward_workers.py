@@ -94,7 +94,7 @@ def encode_result(
     row = {"outcome": result.outcome, "values": values, "n": result.n}
     return json.dumps(row | {"message": result.message, "ms": result.ms}).encode() + b"\n"
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #af4f302d
 def decode_result(
     message: Any,  # JSON that a worker sent
     components: int,  # of its function
@@ -136,7 +136,7 @@ def _confine(memory_mb: int | None, parent: int) -> None:
         fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
         os.dup2(os.open(os.devnull, os.O_RDWR), 0)
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #218dadd5
 def worker_main(
     pipe: Any,  # binary file to the parent and back
     specs: list[RewardSpec],  # the functions
@@ -175,7 +175,7 @@ class Job:
     rows: list[int]  # positions in the batch that have no result yet
     split: bool  # one sample at a time
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #803091ba
 def _environment(keep: Sequence[str], folder: str) -> dict[str, str]:
     "The variables that a worker sees; a fixed hash seed, or the order of a set of words would differ between workers."
     kept = {
@@ -185,7 +185,7 @@ def _environment(keep: Sequence[str], folder: str) -> dict[str, str]:
     }
     return {"OMP_NUM_THREADS": "1"} | kept | {"PYTHONHASHSEED": "0", "TMPDIR": folder}
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #cd235d32
 class Worker:
     "One worker process, its pipe, and the job it is busy with; nothing here waits for the process."
 
@@ -228,7 +228,7 @@ def give(
     self.since, self.limit = time.monotonic(), limit + len(payload) / TRANSFER_RATE
     self._send()
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #0cba9c4a
 @patch
 def _send(self: Worker) -> None:
     "Send what the pipe takes without waiting."
@@ -238,7 +238,7 @@ def _send(self: Worker) -> None:
         if self.job and not self.out:
             self.since, self.limit = time.monotonic(), self.work_limit
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #8574cb9d
 @patch
 def exchange(self: Worker) -> bool:  # False: the other end is closed
     "Send and receive what is possible without waiting; what was received is in `messages`."
@@ -254,7 +254,7 @@ def exchange(self: Worker) -> bool:  # False: the other end is closed
     self.got += data
     return bool(data)
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #0e8a1759
 @patch
 def messages(self: Worker) -> Iterator[Any]:
     "Take the complete messages out of what was received; what is no JSON is a ValueError."
@@ -276,7 +276,7 @@ def expired(self: Worker) -> bool:
     busy = self.job is not None or not self.ready
     return busy and time.monotonic() - self.since > self.limit
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #df540970
 @patch
 def kill(self: Worker) -> None:
     "End the process and all that it started in its group, and remove its directory."
@@ -288,7 +288,7 @@ def kill(self: Worker) -> None:
     self.process.stdin.close()
     shutil.rmtree(self.folder, ignore_errors=True)
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #7bbf2f57
 @patch
 def exit_reason(self: Worker) -> str:
     "Why a worker whose pipe closed is gone."
@@ -327,7 +327,7 @@ def cut_jobs(
         jobs += [Job(which, rows[i : i + step], single) for i in range(0, n, step)]
     return jobs
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #1561393c
 def kill_all(
     workers: list[Worker],
     owner: int,  # the process that started them
@@ -397,7 +397,7 @@ def _dispatch(self: WorkerPool, arguments: Callable) -> None:
             at_once = 1 if job.split else len(job.rows)
             w.give(job, payload, self.deadline(job.which) * at_once)
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #4d454394
 @patch
 def poll_worker(self: WorkerPool, w: Worker, heard: bool) -> None:
     "Exchange what is there with one worker; end it if it is gone, late or talks nonsense."
@@ -414,7 +414,7 @@ def poll_worker(self: WorkerPool, w: Worker, heard: bool) -> None:
     elif w.expired():
         self._lost(w, "timeout", self._late(w))
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #89d598da
 @patch
 def _late(self: WorkerPool, w: Worker) -> str:
     "What a worker did not do in time."
@@ -453,7 +453,7 @@ def _receive(self: WorkerPool, w: Worker, message: Any) -> None:
     w.since, w.limit = time.monotonic(), self.deadline(job.which)
     w.job = job if job.rows else None
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #19af04fc
 @patch
 def _discard(self: WorkerPool, w: Worker, why: str) -> None:
     "Kill a worker; that three in a row served no sample is an error, or they would be replaced for ever."
@@ -463,7 +463,7 @@ def _discard(self: WorkerPool, w: Worker, why: str) -> None:
     if self.wasted >= 3:
         raise RewardError(f"Reward workers end before they take a sample: {why}.")
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #1e6d3e9f
 @patch
 def _lost(self: WorkerPool, w: Worker, outcome: str, message: str) -> None:
     "A worker hung or died: blame the sample it was at, and queue the rest again."

@@ -338,7 +338,7 @@ def _parts(value: Any, components: Sequence[str]) -> list:
         raise ContractError(f"expected a dict with keys {sorted(components)}, got {got}")
     return [value[c] for c in components]
 
-
+# %% ../nbs/method/01_rewards.ipynb #709313f0
 def call_reward(
     spec: RewardSpec,  # the function
     args: Mapping[str, list],  # its columns, one list of n each
@@ -357,7 +357,7 @@ def call_reward(
 class RewardError(ValueError):
     "A reward function failed where its policy does not allow it, or broke the contract."
 
-
+# %% ../nbs/method/01_rewards.ipynb #5fd21b9e
 @dataclass
 class CallResult:
     "What came of one call for n samples."
@@ -420,7 +420,7 @@ def _part(spec: RewardSpec, columns: Mapping[str, list], n: int) -> np.ndarray:
         raise ContractError(f"part {spec.name!r}: compositions take one number per sample")
     return values[:, 0]
 
-
+# %% ../nbs/method/01_rewards.ipynb #e475b2f6
 def _combined(parts: list[float], combine: Callable) -> float:
     "An infinite part makes the whole infinite, a missing one makes it missing."
     infinite = [x for x in parts if math.isinf(x)]

@@ -112,13 +112,13 @@ def _fault(error: Exception, cut_off: bool) -> str:
         return f"not valid JSON, and the file ends inside this row: was it cut off? ({error})"
     return f"not valid JSON ({error}). Write one JSON object per line."
 
-
+# %% ../nbs/method/01_tasks.ipynb #3b0cf03f
 @patch
 def where(self: JsonlRows, i: int) -> str:
     "File and line of row `i`, for messages."
     return f"{self.path}, line {self._open()[: self.starts[i]].count(10) + 1}"
 
-
+# %% ../nbs/method/01_tasks.ipynb #02980c7b
 @patch
 def row(self: JsonlRows, i: int) -> dict:
     "Row `i` as a dict."
@@ -135,7 +135,7 @@ def row(self: JsonlRows, i: int) -> dict:
         )
     return row
 
-
+# %% ../nbs/method/01_tasks.ipynb #7e78700b
 @patch
 def block(self: JsonlRows, start: int, stop: int) -> list[dict]:
     "Rows `start` to `stop`, several times faster than one by one."
@@ -187,7 +187,7 @@ class TableRows:
             return self.table.column(name)
         return self.table.select_columns([name]).with_format("arrow")[:].column(name)
 
-
+# %% ../nbs/method/01_tasks.ipynb #1dac8a7f
 def _parquet_rows(
     path: str | os.PathLike,  # a parquet file
 ) -> TableRows:
@@ -274,7 +274,7 @@ def _kind(value: Any) -> str:
         return "nothing"
     return "number" if type(value) in (int, float) else type(value).__name__
 
-
+# %% ../nbs/method/01_tasks.ipynb #9dcaa49f
 def _feature_array(
     values: Sequence,  # of one column, in order
     where: Callable[[int], str],  # position in `values` -> what to call it in messages
@@ -318,7 +318,7 @@ def _row_blocks(
             else [rows.row(i) for i in range(at, stop)],
         )
 
-
+# %% ../nbs/method/01_tasks.ipynb #85092822
 def _values(rows: Any, name: str, size: int) -> Iterator[tuple[int, list]]:
     "The values of a column, a block at a time; of Arrow memory without making rows."
     if isinstance(rows, TableRows) and name in rows.names:
@@ -329,7 +329,7 @@ def _values(rows: Any, name: str, size: int) -> Iterator[tuple[int, list]]:
             (at, [_field_of(r, name) for r in part]) for at, part in _row_blocks(rows, size)
         )
 
-
+# %% ../nbs/method/01_tasks.ipynb #390c861f
 def _read_column(
     rows: Any,  # one of the row classes above
     name: str,  # the column, or a path into nested fields
@@ -452,24 +452,26 @@ class Taskset:
         names = ", ".join(self.column_names)
         return f"Taskset({self.name!r}, {len(self)} tasks, columns: {names or 'none'})"
 
-    def _task(self, row: dict, i: int) -> Task:
-        try:
-            prompt = _prompt_of(row, self.prompt, "")
-        except ValueError as e:
-            raise ValueError(f"{self.rows.where(i)}{e}") from None
-        columns = {self.rename.get(k, k): v for k, v in row.items() if k != self.prompt}
-        if len(columns) < len(row.keys() - {self.prompt}):
-            raise ValueError(
-                f"{self.rows.where(i)}: rename={self.rename} gives two fields one name; the row has {', '.join(row)}."
-            )
-        return Task(prompt, columns, self.id, i)
-
-    def _tasks(self) -> Iterator[Task]:
-        return (
-            self._task(row, at + i)
-            for at, part in _row_blocks(self.rows)
-            for i, row in enumerate(part)
+# %% ../nbs/method/01_tasks.ipynb #3106e6d0
+@patch
+def _task(self: Taskset, row: dict, i: int) -> Task:
+    try:
+        prompt = _prompt_of(row, self.prompt, "")
+    except ValueError as e:
+        raise ValueError(f"{self.rows.where(i)}{e}") from None
+    columns = {self.rename.get(k, k): v for k, v in row.items() if k != self.prompt}
+    if len(columns) < len(row.keys() - {self.prompt}):
+        raise ValueError(
+            f"{self.rows.where(i)}: rename={self.rename} gives two fields one name; the row has {', '.join(row)}."
         )
+    return Task(prompt, columns, self.id, i)
+
+
+@patch
+def _tasks(self: Taskset) -> Iterator[Task]:
+    return (
+        self._task(row, at + i) for at, part in _row_blocks(self.rows) for i, row in enumerate(part)
+    )
 
 # %% ../nbs/method/01_tasks.ipynb #34f6332a
 @patch
@@ -496,7 +498,7 @@ def column_names(self: Taskset) -> list[str]:
     "The fields of the first task, without the prompt."
     return list(self[0].columns)
 
-
+# %% ../nbs/method/01_tasks.ipynb #02d8ff8d
 @patch
 def column(
     self: Taskset,
@@ -542,7 +544,7 @@ def prompt_keys(self: Taskset) -> np.ndarray:  # (tasks,) uint64
         self._keys = np.fromiter(keys, np.uint64, len(self))
     return self._keys
 
-
+# %% ../nbs/method/01_tasks.ipynb #98f1745f
 def overlap(
     a: Taskset,  # usually the training tasks
     b: Taskset,  # usually the held-out tasks

@@ -60,7 +60,7 @@ def between_tags(
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return None if start < 0 else text[start + len(tag) + 2 : end].strip()
 
-
+# %% ../nbs/method/02_verifiers.ipynb #5245ae3d
 def after_marker(
     text: str,  # a completion
     marker: str = "####",  # what announces the answer
@@ -76,7 +76,7 @@ def _filled(who: str, **options: str) -> None:
         if not isinstance(value, str) or not value:
             raise ValueError(f"{who}: {name} must be non-empty text, got {_shown(value)}.")
 
-
+# %% ../nbs/method/02_verifiers.ipynb #39e44e02
 def answer_extractor(
     extract: str
     | Callable[[str], str | None] = "whole",  # "whole", "tags", "marker", or a function of the text
@@ -102,7 +102,7 @@ NUMBER = re.compile(
     r"|(?:(?P<whole>[0-9]+) )?(?P<above>[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+) ?/ ?(?P<below>[0-9]+))"
 )
 
-
+# %% ../nbs/method/02_verifiers.ipynb #f8d3c93a
 def number_value(
     text: str,  # an answer
 ) -> Fraction | None:  # None if it is not a number
@@ -147,7 +147,7 @@ def _same_answer(a: str, b: str, ignore_case: bool) -> bool:
     value = number_value(a)
     return value is not None and value == number_value(b)
 
-
+# %% ../nbs/method/02_verifiers.ipynb #ddc82606
 @REWARDS.register(force=True)
 def exact_answer(
     column: str = "answer",  # task column with the answer, or a list of accepted answers
@@ -175,7 +175,7 @@ def exact_answer(
 # %% ../nbs/method/02_verifiers.ipynb #356e1947
 MATH_MEMORY = 1 << 30  # bytes that parsing and comparing may add to a worker
 
-
+# %% ../nbs/method/02_verifiers.ipynb #c81c50aa
 @contextmanager
 def memory_limit(
     extra: int,  # bytes
@@ -199,7 +199,7 @@ def _as_math(text: str) -> str:
     marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
     return text if marked else f"${text}$"
 
-
+# %% ../nbs/method/02_verifiers.ipynb #95a99da0
 def _equal_math(
     found: str | None,  # what the model answered
     reference: str,
@@ -226,7 +226,7 @@ def _equal_math(
     except Exception:  # what it cannot parse or compare is not equal; timeouts are no Exception
         return False
 
-
+# %% ../nbs/method/02_verifiers.ipynb #be6a76c8
 def _warm_up_math() -> None:
     "The first comparison of a process takes seconds on a busy machine."
     from math_verify import parse, verify
@@ -341,7 +341,7 @@ OPERATORS = {
     ast.Div: operator.truediv,
 }
 
-
+# %% ../nbs/method/02_verifiers.ipynb #c2de6d8a
 def _node_value(node: ast.AST) -> Fraction:
     match node:
         case ast.Constant(int() | float() as number):
@@ -352,7 +352,7 @@ def _node_value(node: ast.AST) -> Fraction:
             return -_node_value(operand)
     raise ValueError("only + - * / and brackets are read")
 
-
+# %% ../nbs/method/02_verifiers.ipynb #dde98a43
 def arithmetic(
     text: str,  # numbers, + - * / and brackets, at most 200 characters
 ) -> Fraction:
@@ -390,7 +390,7 @@ def _gym_numbers(answer: str | None, entry: Mapping) -> float:
     right = abs(value - target) <= 1e-6 + 1e-5 * abs(target)
     return 1.0 if right and used == sorted(given["numbers"]) else part
 
-
+# %% ../nbs/method/02_verifiers.ipynb #b7784314
 def _gym_bits(answer: str | None, entry: Mapping) -> float:
     "bitwise_arithmetic: the whole number wanted, in any base."
     try:
@@ -415,7 +415,7 @@ def _gym_list(part: float, lines: bool = False, join: str = " ") -> Callable:
 
     return score
 
-
+# %% ../nbs/method/02_verifiers.ipynb #ad62ccd1
 GYM_SCORERS = {
     "countdown": _gym_numbers,
     "puzzle24": _gym_numbers,
@@ -429,7 +429,7 @@ GYM_SCORERS = {
 # %% ../nbs/method/02_verifiers.ipynb #702750ec
 EVALUATE = {"eval", "exec", "compile", "parse_expr", "sympify", "literal_eval"}
 
-
+# %% ../nbs/method/02_verifiers.ipynb #04ba4e3b
 def gym_scorer(
     name: str,  # of the dataset
 ) -> Callable[[str | None, Mapping], float]:
