@@ -53,7 +53,7 @@ def pool_feedback(
     mean = np.bincount(row, count * np.clip(value, 0, 1), len(tasks)) / total
     return PassRates(tasks, np.clip(mean, 0, 1), total, int((~known).sum()), int(bad.sum()))
 
-
+# %% ../nbs/method/01_difficulty.ipynb #80f2ab84
 def _check_indices(num_tasks: int, index: np.ndarray, value: np.ndarray) -> None:
     if len(index) != len(value):
         raise ValueError(f"{len(index)} indices for {len(value)} values: give one value per index.")
@@ -129,22 +129,7 @@ class PassRateEstimator:
         self.interpolation = None  # nothing known yet
         self.count = dict.fromkeys(_COUNTERS, 0)
 
-    def posterior(
-        self,
-        indices: np.ndarray | slice = slice(None),  # which tasks
-    ) -> tuple[np.ndarray, np.ndarray]:  # alpha and beta of each
-        "Beta parameters of some tasks."
-        alpha, beta = 1 + self.solved_N[indices], 1 + self.unsolved_N[indices]
-        for x in (alpha, beta):
-            x[x < 1 + 1e-12] = 1.0  # faded; samplers change their algorithm at exactly 1
-        return alpha, beta
-
-    def mean(self, indices=slice(None)) -> np.ndarray:
-        "Expected pass rate of some tasks."
-        alpha, beta = self.posterior(indices)
-        return alpha / (alpha + beta)
-
-
+# %% ../nbs/method/01_difficulty.ipynb #6f788553
 def _check_rates(column: np.ndarray) -> None:
     low, high = np.min(column), np.max(column)
     if not (low >= 0 and high <= 1):
@@ -152,6 +137,25 @@ def _check_rates(column: np.ndarray) -> None:
             "Features are pass rates of a weaker and a stronger reference model and must lie in [0, 1], got "
             f"{low}..{high}. Rescale the columns, or use a selector that needs no reference models (thompson)."
         )
+
+# %% ../nbs/method/01_difficulty.ipynb #85db32ce
+@patch
+def posterior(
+    self: PassRateEstimator,
+    indices: np.ndarray | slice = slice(None),  # which tasks
+) -> tuple[np.ndarray, np.ndarray]:  # alpha and beta of each
+    "Beta parameters of some tasks."
+    alpha, beta = 1 + self.solved_N[indices], 1 + self.unsolved_N[indices]
+    for x in (alpha, beta):
+        x[x < 1 + 1e-12] = 1.0  # faded; samplers change their algorithm at exactly 1
+    return alpha, beta
+
+
+@patch
+def mean(self: PassRateEstimator, indices=slice(None)) -> np.ndarray:
+    "Expected pass rate of some tasks."
+    alpha, beta = self.posterior(indices)
+    return alpha / (alpha + beta)
 
 # %% ../nbs/method/01_difficulty.ipynb #a5283252
 @patch
@@ -182,7 +186,7 @@ def update(
 def _place(self: PassRateEstimator) -> float:
     return 0.5 if self.interpolation is None else self.interpolation  # nothing known: half way
 
-
+# %% ../nbs/method/01_difficulty.ipynb #df636e65
 @patch
 def _move_interpolation(self: PassRateEstimator, f: PassRates) -> None:
     "Follow one batch; maybe halve rho."
@@ -222,7 +226,7 @@ def load_state_dict(self: PassRateEstimator, state: Mapping[str, Any]) -> None:
     for name in ("solved_N", "unsolved_N"):
         setattr(self, name, np.array(state[name], np.float64))
 
-
+# %% ../nbs/method/01_difficulty.ipynb #406b05d2
 def _from_visits(est: PassRateEstimator, state: Mapping[str, Any]) -> dict[str, Any]:
     "The state of a checkpoint written when only visited tasks had numbers of their own."
     count = {k.replace("_c", "_interpolation") if k.endswith("_c") else k: v for k, v in state["count"].items()}  # fmt: skip

@@ -29,7 +29,7 @@ from .shares import make_shares, mean_abs_advantage
 SELECTOR_METRIC = "selector_metric"
 EXPERIENCE_OPERATORS = Registry("experience operator")
 
-
+# %% ../nbs/method/03_scheduler.ipynb #152a3f8b
 def reward_per_sample(
     rollout: Rollout,
     reward: str | None = None,  # a reward component or info column; None: the two lines below
@@ -67,7 +67,7 @@ def _task_key(task: Any) -> tuple[Any, int]:
         )
     return taskset_id, int(index)
 
-
+# %% ../nbs/method/03_scheduler.ipynb #dfe98f2c
 @EXPERIENCE_OPERATORS.register_module("pass_rate_calculator")
 class PassRateCalculator:
     "Mean reward per task, for selectors, with statistics of the selection."
@@ -150,7 +150,7 @@ class TaggedTask:
     taskset_id: Any  # which taskset
     index: int  # its place there
 
-
+# %% ../nbs/method/03_scheduler.ipynb #5561cd61
 def tagged(
     task: Any,  # what a taskset returns for an integer
     taskset_id: Any,  # name or number of the taskset
@@ -220,7 +220,7 @@ def _named(tasksets: Sequence | Mapping) -> tuple[list, list]:
     usable = all(isinstance(i, (str, int)) for i in own) and len(set(own)) == len(own)
     return own if usable else list(range(len(own))), list(tasksets)
 
-
+# %% ../nbs/method/03_scheduler.ipynb #eedfeb68
 def _selectors_of(tasksets: Sequence, selectors: Any) -> list[BaseSelector]:
     several = isinstance(selectors, Sequence) and not isinstance(selectors, str)
     configs = list(selectors) if several else [selectors] * len(tasksets)
@@ -266,7 +266,7 @@ def read(
         self._read_ahead()
     return tasks
 
-
+# %% ../nbs/method/03_scheduler.ipynb #ba142d55
 @patch
 def _has(self: TasksetScheduler, batch_size: int) -> bool:
     "Whether the run goes on for so many samples."
@@ -289,7 +289,7 @@ def _fetch(self: TasksetScheduler, chosen: list[tuple[int, list[int]]]) -> list:
     "Read the chosen tasks."
     return [tagged(self.tasksets[k][i], self.ids[k], i) for k, idx in chosen for i in idx]
 
-
+# %% ../nbs/method/03_scheduler.ipynb #92503e70
 @patch
 def __iter__(self: TasksetScheduler):
     return self
@@ -305,7 +305,7 @@ NO_OPERATOR = (
     "pass_rate_calculator to operators (data_processor.experience_pipeline.operators in Trinity-RFT's form)."
 )
 
-
+# %% ../nbs/method/03_scheduler.ipynb #74a9ccc7
 @patch
 def observe(
     self: TasksetScheduler,
@@ -359,7 +359,7 @@ def state_dict(self: TasksetScheduler) -> dict[str, Any]:
         "shares": self.shares.state_dict(),
     }
 
-
+# %% ../nbs/method/03_scheduler.ipynb #55dac1b2
 @patch
 def load_state_dict(self: TasksetScheduler, state: Mapping[str, Any]) -> None:
     "Continue from a state; tasksets must be the same, the batch size need not."
@@ -393,7 +393,7 @@ def _take_ahead(self: TasksetScheduler, chosen: list) -> list:
     (foreseen, future), self._ahead = self._ahead, None
     return future.result() if foreseen == chosen else self._fetch(chosen)
 
-
+# %% ../nbs/method/03_scheduler.ipynb #7d203445
 @patch
 def close(self: TasksetScheduler) -> None:
     "Stop the reading thread."
@@ -404,7 +404,7 @@ def close(self: TasksetScheduler) -> None:
 # %% ../nbs/method/03_scheduler.ipynb #2a9d57c0
 SELECTOR_KEYS = ("selector", "task_selector", "data_selector")
 
-
+# %% ../nbs/method/03_scheduler.ipynb #b9cd3efd
 def tasks_from_trinity(config: Mapping) -> dict[str, Any]:
     "Arguments of `TasksetScheduler.from_config` from the blocks of Trinity-RFT's YAML."
     buffer = config["buffer"]
@@ -416,7 +416,7 @@ def tasks_from_trinity(config: Mapping) -> dict[str, Any]:
     options = {k: buffer[k] for k in ("batch_size", "total_epochs", "total_steps") if buffer.get(k)}
     return {"tasksets": entries, "operators": pipeline.get("operators") or [], **options}
 
-
+# %% ../nbs/method/03_scheduler.ipynb #c7e7c81c
 def _selector_of(entry: Mapping) -> Any:
     "The selector of a taskset entry, under any of its names."
     given = [k for k in SELECTOR_KEYS if k in entry]
@@ -501,7 +501,7 @@ def from_config(
     entries = [{k: v for k, v in e.items() if k not in SELECTOR_KEYS} for e in entries]
     return cls({n: load(e) for n, e in zip(names, entries)}, **options | changes)
 
-
+# %% ../nbs/method/03_scheduler.ipynb #64f56e4c
 def _recipe(config: Mapping) -> dict[str, Any]:
     "A recipe as arguments, with its tasksets as entries."
     if "buffer" in config:

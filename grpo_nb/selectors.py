@@ -68,7 +68,7 @@ def _num_tasks(source) -> int:
         return len(source)
     return int(getattr(source, "dataset_size", None) or _num_tasks(source.dataset))
 
-
+# %% ../nbs/method/02_selectors.ipynb #ebbb0efe
 def _column(source, name: str) -> np.ndarray:  # (N,) not copied where it is an array already
     if isinstance(source, Mapping):
         if name not in source:
@@ -110,21 +110,46 @@ class BaseSelector:
             where = f"selector {self.config.selector_type!r}"
             self.options = build_config(self.Options, given, where)
 
-    def column(self, name: str) -> np.ndarray:  # (N,)
-        "One numeric column of the data source."
-        return _column(self.data_source, name)
-
-    def places(self, batch_size: int) -> np.ndarray:  # (B,) in 0..N-1
-        "The next places of a fixed order that starts again at its end."
-        return np.arange(self.current_index, self.current_index + batch_size) % self.num_tasks
-
     def pick(self, batch_size: int) -> np.ndarray:
         "The next tasks, at most `batch_size`; must not move the cursor."
         raise NotImplementedError(f"{type(self).__name__} must define pick() or get_indices().")
 
+    def update(
+        self,
+        indices: Sequence[int],  # (B,) tasks that were rolled out
+        values: Sequence[float],  # (B,) pass rate of each in [0, 1]; NaN is ignored
+        counts: Sequence[int] | None = None,  # (B,) samples behind each pass rate
+    ) -> None:
+        "Learn from pass rates; fixed orders have nothing to learn."
+
     def info(self, indices: np.ndarray) -> dict[str, list]:
         "What the selector knows about some tasks, one list each."
         return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        "Everything a bitwise equal continuation needs: JSON scalars and arrays."
+        return {"current_index": self.current_index, "num_tasks": self.num_tasks}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        "Continue from a state."
+        if (size := state.get("num_tasks", self.num_tasks)) != self.num_tasks:
+            raise ValueError(
+                f"The state belongs to a taskset of {size} tasks, this one has {self.num_tasks}. "
+                "Resume with the same data, or start without a state."
+            )
+        self.current_index = int(state.get("current_index", 0))
+
+# %% ../nbs/method/02_selectors.ipynb #a5dc0274
+@patch
+def column(self: BaseSelector, name: str) -> np.ndarray:  # (N,)
+    "One numeric column of the data source."
+    return _column(self.data_source, name)
+
+
+@patch
+def places(self: BaseSelector, batch_size: int) -> np.ndarray:  # (B,) in 0..N-1
+    "The next places of a fixed order that starts again at its end."
+    return np.arange(self.current_index, self.current_index + batch_size) % self.num_tasks
 
 # %% ../nbs/method/02_selectors.ipynb #b2ecb911
 @patch
@@ -151,39 +176,11 @@ def get_indices(
         return indices
     return indices, {"indices": indices.tolist(), "current_index": start, **self.info(indices)}
 
-# %% ../nbs/method/02_selectors.ipynb #64729ce5
-@patch
-def update(
-    self: BaseSelector,
-    indices: Sequence[int],  # (B,) tasks that were rolled out
-    values: Sequence[float],  # (B,) pass rate of each in [0, 1]; NaN is ignored
-    counts: Sequence[int] | None = None,  # (B,) samples behind each pass rate
-) -> None:
-    "Learn from pass rates; fixed orders have nothing to learn."
-
 
 @patch
 def feedback(self: BaseSelector, indices, values, counts=None) -> None:
     "The later name of `update`."
     self.update(indices, values, counts)
-
-
-@patch
-def state_dict(self: BaseSelector) -> dict[str, Any]:
-    "Everything a bitwise equal continuation needs: JSON scalars and arrays."
-    return {"current_index": self.current_index, "num_tasks": self.num_tasks}
-
-
-@patch
-def load_state_dict(self: BaseSelector, state: Mapping[str, Any]) -> None:
-    "Continue from a state."
-    size = state.get("num_tasks", self.num_tasks)
-    if size != self.num_tasks:
-        raise ValueError(
-            f"The state belongs to a taskset of {size} tasks, this one has {self.num_tasks}. "
-            "Resume with the same data, or start without a state."
-        )
-    self.current_index = int(state.get("current_index", 0))
 
 # %% ../nbs/method/02_selectors.ipynb #e907bc23
 def make_selector(
@@ -223,24 +220,23 @@ class ShuffleSelector(BaseSelector):
 
     _epoch = _order = None
 
-    def order(
-        self,
-        epoch: int,  # counted from 0
-    ) -> np.ndarray:  # (N,) a permutation
-        "The order of one epoch; the latest is kept."
-        if epoch != self._epoch:
-            order = np.arange(self.num_tasks)
-            if self.options.random_method == "python":
-                order = order.tolist()
-                random.Random(self.seed + epoch).shuffle(order)
-            else:
-                np.random.default_rng(self.seed + epoch).shuffle(order)
-            self._epoch, self._order = epoch, np.asarray(order)
-        return self._order
-
     def pick(self, batch_size):
         epoch, offset = divmod(self.current_index, self.num_tasks)
         return self.order(epoch)[offset : offset + batch_size]
+
+# %% ../nbs/method/02_selectors.ipynb #85e1fcae
+@patch
+def order(self: ShuffleSelector, epoch: int) -> np.ndarray:  # (N,) a permutation
+    "The order of one epoch, counted from 0; the latest is kept."
+    if epoch != self._epoch:
+        order = np.arange(self.num_tasks)
+        if self.options.random_method == "python":
+            order = order.tolist()
+            random.Random(self.seed + epoch).shuffle(order)
+        else:
+            np.random.default_rng(self.seed + epoch).shuffle(order)
+        self._epoch, self._order = epoch, np.asarray(order)
+    return self._order
 
 # %% ../nbs/method/02_selectors.ipynb #2175ac62
 @SELECTORS.register_module("random")
@@ -346,10 +342,6 @@ class EstimatorSelector(BaseSelector):
         options = {f.name: getattr(self.options, f.name) for f in fields(EstimatorConfig)}
         self.estimator = PassRateEstimator(self.num_tasks, *map(self.column, keys), **options)
 
-    def generator(self, *names) -> np.random.Generator:
-        "A generator of its own for the batch at the cursor."
-        return np.random.default_rng(seed_of(self.seed, *names, self.current_index))
-
     def update(self, indices, values, counts=None):
         self.estimator.update(indices, values, counts)
 
@@ -368,6 +360,12 @@ class EstimatorSelector(BaseSelector):
             )
         super().load_state_dict(state)
         self.estimator.load_state_dict(state["estimator"])
+
+# %% ../nbs/method/02_selectors.ipynb #ffaba71b
+@patch
+def generator(self: EstimatorSelector, *names: str) -> np.random.Generator:
+    "A generator of its own for the batch at the cursor."
+    return np.random.default_rng(seed_of(self.seed, *names, self.current_index))
 
 # %% ../nbs/method/02_selectors.ipynb #43a92bb4
 @SELECTORS.register_module("difficulty_based")
@@ -397,13 +395,6 @@ class DifficultyBasedSelector(EstimatorSelector):
                 stacklevel=3,
             )
 
-    def scores(self) -> np.ndarray:  # (N,) in [-1, 0]
-        "Score of every task for the batch at the cursor."
-        alpha, beta = self.estimator.posterior()
-        rng = np.random.default_rng(self.seed + self.current_index)
-        p = rng.beta(alpha, beta) if self.options.do_sample else alpha / (alpha + beta)
-        return -np.abs(self.options.target_reward - p)
-
     def pick(self, batch_size):
         scores, tau = self.scores(), self.options.tau
         if tau == 0:
@@ -412,14 +403,25 @@ class DifficultyBasedSelector(EstimatorSelector):
             return self._multinomial(scores / tau, batch_size)
         return gumbel_top_k(scores / tau, batch_size, self.generator("gumbel"))
 
-    def _multinomial(self, logits, batch_size):
-        rng = torch.Generator().manual_seed(self.seed + self.current_index)
-        p = torch.softmax(torch.from_numpy(logits - logits.max()), dim=0)
-        return torch.multinomial(p, batch_size, replacement=False, generator=rng).numpy()
-
     def info(self, indices):
         mean = self.estimator.mean(indices)
         return {**super().info(indices), "scores": (-np.abs(self.options.target_reward - mean)).tolist()}  # fmt: skip
+
+# %% ../nbs/method/02_selectors.ipynb #cc1367d1
+@patch
+def scores(self: DifficultyBasedSelector) -> np.ndarray:  # (N,) in [-1, 0]
+    "Score of every task for the batch at the cursor."
+    alpha, beta = self.estimator.posterior()
+    rng = np.random.default_rng(self.seed + self.current_index)
+    p = rng.beta(alpha, beta) if self.options.do_sample else alpha / (alpha + beta)
+    return -np.abs(self.options.target_reward - p)
+
+# %% ../nbs/method/02_selectors.ipynb #cb05f459
+@patch
+def _multinomial(self: DifficultyBasedSelector, logits, batch_size):
+    rng = torch.Generator().manual_seed(self.seed + self.current_index)
+    p = torch.softmax(torch.from_numpy(logits - logits.max()), dim=0)
+    return torch.multinomial(p, batch_size, replacement=False, generator=rng).numpy()
 
 # %% ../nbs/method/02_selectors.ipynb #a5dc936f
 @SELECTORS.register_module("thompson")
@@ -436,12 +438,6 @@ class ThompsonSelector(EstimatorSelector):
         mode: Literal["target", "threshold"] = "target"  # draws near the target, or inside the band
         band: tuple[float, float] = (0.3, 0.7)  # of pass rates, for "threshold"
 
-    def candidates(self, batch_size, rng):
-        "A random pool, in random order."
-        pool = self.options.pool
-        size = self.num_tasks if pool is None else min(self.num_tasks, pool * batch_size)
-        return rng.choice(self.num_tasks, size, replace=False)
-
     def pick(self, batch_size):
         rng, o = self.generator("thompson"), self.options
         tasks = self.candidates(batch_size, rng)
@@ -450,6 +446,14 @@ class ThompsonSelector(EstimatorSelector):
             return nearest(tasks, np.abs(x - o.target), batch_size)
         outside = np.maximum(np.maximum(o.band[0] - x, x - o.band[1]), 0)
         return tasks[np.argsort(outside, kind="stable")[:batch_size]]  # the pool is in random order
+
+# %% ../nbs/method/02_selectors.ipynb #76d048f4
+@patch
+def candidates(self: ThompsonSelector, batch_size: int, rng: np.random.Generator) -> np.ndarray:
+    "A random pool, in random order."
+    pool = self.options.pool
+    size = self.num_tasks if pool is None else min(self.num_tasks, pool * batch_size)
+    return rng.choice(self.num_tasks, size, replace=False)
 
 # %% ../nbs/method/02_selectors.ipynb #1dc24b71
 def learnability(
@@ -520,14 +524,16 @@ class GresoSelector(BaseSelector):
         self.streak = np.zeros(self.num_tasks, np.int8)  # > 0 easy visits in a row, < 0 hard ones
         self.count = {"skipped": 0, "ignored_nan": 0, "clipped_values": 0}
 
-    def keep_probability(self, indices) -> np.ndarray:
-        "Probability that a task is not skipped."
-        z = self.streak[indices].astype(np.float64)
-        p = np.where(z > 0, self.p["easy"], self.p["hard"])
-        return np.maximum(p ** np.abs(z), self.options.floor)
-
     def info(self, indices):
         return {"keep_probability": self.keep_probability(indices).tolist()}
+
+# %% ../nbs/method/02_selectors.ipynb #64cd6802
+@patch
+def keep_probability(self: GresoSelector, indices: np.ndarray) -> np.ndarray:
+    "Probability that a task is not skipped."
+    z = self.streak[indices].astype(np.float64)
+    p = np.where(z > 0, self.p["easy"], self.p["hard"])
+    return np.maximum(p ** np.abs(z), self.options.floor)
 
 # %% ../nbs/method/02_selectors.ipynb #84904030
 @patch
@@ -544,7 +550,7 @@ def pick(self: GresoSelector, batch_size):
         self.count["skipped"] += seen - len(kept)
     return chosen
 
-
+# %% ../nbs/method/02_selectors.ipynb #b8244747
 @patch
 def update(self: GresoSelector, indices, values, counts=None):
     o = self.options

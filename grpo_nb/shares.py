@@ -33,7 +33,7 @@ def apportion(
     count[np.argsort(count - exact, kind="stable")[: places - count.sum()]] += 1
     return count
 
-
+# %% ../nbs/method/02_shares.ipynb #063b340f
 def mixture_order(
     counts: Sequence[int],  # places of each taskset in an epoch
     epoch: int,  # counted from 0
@@ -133,7 +133,7 @@ class StageShares(SizeShares):
             start, count = start + take, count - take
         return np.concatenate(out)
 
-
+# %% ../nbs/method/02_shares.ipynb #d51c3c5a
 def _check_stages(stages: Sequence[Mapping]) -> None:
     for i, s in enumerate(stages):
         for key in s:
@@ -254,7 +254,7 @@ def make_shares(
             stage["weights"] = _by_position(stage["weights"], ids)
     return kind(sizes, seed, **options)
 
-
+# %% ../nbs/method/02_shares.ipynb #b150b718
 def _by_position(weights: Mapping | Sequence[float], ids: Sequence) -> list[float]:
     if not isinstance(weights, Mapping):
         return list(weights)
