@@ -631,8 +631,8 @@ def warn_cancelled_scales(
     if mode not in SCALE_FREE or not odd:
         return False
     warnings.warn(
-        f"{', '.join(f'{k}={v:g}' for k, v in odd.items())}: a reward's scale is divided out by {mode!r} "
-        "and has no effect. To set priorities use `weights`.",
+        f"{', '.join(f'{k} = {v:g}' for k, v in odd.items())} has no effect: {mode} divides a reward's "
+        "scale out. To set priorities use advantage.weights.",
         stacklevel=2,
     )
     return True

@@ -26,15 +26,13 @@ from grpo_nb.applications.movielens import (
     split_users,
 )
 from grpo_nb.core import seeded
+from grpo_nb.list_parsing import ParsedList, film_key, parse_rollout
 from grpo_nb.ranking import (
-    ParsedList,
     discounts,
-    film_key,
     hit_matrix,
     make_relevance_reward,
     make_safe_reward,
     make_safety_reward,
-    parse_rollout,
     ranking_metrics,
     violation_matrix,
 )

@@ -14,17 +14,14 @@ from grpo_nb.advantages import AdvantageConfig, Gate, compute_advantages, spread
 from grpo_nb.applications import movielens as ml
 from grpo_nb.core import concat, seeded
 from grpo_nb.lab.study import Samples, compare, set_keys
+from grpo_nb.list_parsing import ListParser, normalise_title, parse_rollout, read_item
 from grpo_nb.losses import LossConfig
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.ranking import (
-    ListParser,
     SafetyOracle,
     make_relevance_reward,
     make_safe_reward,
     make_safety_reward,
-    normalise_title,
-    parse_rollout,
-    read_item,
 )
 from grpo_nb.trainer import GRPO, GRPOConfig, OptimizerConfig
 from grpo_nb.update import UpdateConfig
@@ -179,7 +176,7 @@ def test_a_trainer_says_which_scales_cancel(task):
     loud = make_safety_reward(task.parser, task.oracle, lambda_safe=10.0)
     parts = {"relevance": make_relevance_reward(task.parser), "safety": loud}
     for mode in ("gdpo", "mo_grpo", "saw", "gd2po"):
-        with pytest.warns(UserWarning, match="lambda_safe = 10 of reward 'safety' has no effect"):
+        with pytest.warns(UserWarning, match="lambda_safe of reward 'safety' = 10 has no effect"):
             ranking_trainer(task, mode, parts)
     combined = {"safe": make_safe_reward(task.parser, task.oracle, lambda_safe=10.0)}
     with warnings.catch_warnings():

@@ -14,14 +14,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.advantages import SCALE_FREE
+from grpo_nb.advantages import SCALE_FREE, spread_to_tokens
+from grpo_nb.compat import make_safe_reward_func, make_safe_reward_func_individual
 from grpo_nb.core import Groups, Rollout, group_stats, rollout_from_state, rollout_to_state
-from grpo_nb.ranking import (
+from grpo_nb.list_parsing import (
     STATUSES,
     ListParser,
-    SafetyOracle,
     Titles,
-    broadcast_ranks,
+    parse_list,
+    parse_rollout,
+    read_item,
+    stack_lists,
+    token_pieces,
+    with_lists,
+)
+from grpo_nb.processes import all_reduce
+from grpo_nb.ranking import (
+    SafetyOracle,
     check_layouts,
     discounts,
     exp_decay,
@@ -31,19 +40,9 @@ from grpo_nb.ranking import (
     make_count_reward,
     make_relevance_reward,
     make_safe_reward,
-    make_safe_reward_func,
-    make_safe_reward_func_individual,
     make_safety_reward,
-    parse_list,
-    parse_rollout,
-    rank_diagnostics,
     ranking_metrics,
-    read_item,
-    shared_width,
-    stack_lists,
-    token_pieces,
     warn_cancelling_scales,
-    with_lists,
 )
 from grpo_nb.reward_runner import RewardRunner
 
@@ -133,7 +132,7 @@ def test_advantage_mass_is_kept(text, cuts, seed):
     parsed = stack_lists([parse_list(cut(text, cuts), 4)], width=40)
     adv_NK = torch.rand(1, 4, generator=torch.Generator().manual_seed(seed)).double()
     tokens_K = torch.bincount(parsed.item_NS[0] + 1, minlength=5)[1:]
-    total = broadcast_ranks(adv_NK, parsed.item_NS).sum()
+    total = spread_to_tokens(adv_NK, torch.ones(1, 40), parsed.item_NS).sum()
     assert torch.isclose(total, (adv_NK[0] * tokens_K).sum())
 
 
@@ -445,11 +444,6 @@ def test_lambda_and_penalty_cancel_under_gdpo(variant):
         for x in (1.0, 10.0)
     ]
     assert (combined[0] - combined[1]).abs().max() > 0.1  # in a sum the scale does matter
-    with pytest.warns(UserWarning, match="lambda_safe = 10 of reward 'safety' has no effect"):
-        warn_cancelling_scales([make_safety_reward(parser, oracle, lambda_safe=10)], "gdpo")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert warn_cancelling_scales([make_count_reward(parser, 0.5)], "grpo") == []
 
 
 def test_hit_and_violation_on_the_same_only_item_cancel():
@@ -473,7 +467,8 @@ def test_malformed_line_does_not_shift_rewards_between_tokens():
     pieces = ["A (1990)\n", "B, 1991\n", "C (1992)\n", "D (1993)"]
     parser = ListParser(4, prose=False)
     row = make_relevance_reward(parser, "exp_inf")(["p"], [pieces], relevant=[["C"]])
-    on_tokens = broadcast_ranks(torch.tensor(row), stack_lists([parser(pieces)]).item_NS)
+    item_NS = stack_lists([parser(pieces)]).item_NS
+    on_tokens = spread_to_tokens(torch.tensor(row), torch.ones(1, 4), item_NS)
     assert on_tokens.tolist() == [[0, 0, 1, 0]]
 
 
@@ -495,12 +490,6 @@ def test_relevance_and_safety_see_the_same_object():
     assert len(seen_by) == 2 and seen_by[0] is seen_by[1]
 
 
-def test_diagnostics_ignore_ranks_that_do_not_exist():
-    r = torch.tensor([[[1.0, NAN]], [[0, NAN]], [[1, NAN]], [[1, NAN]]])
-    d = rank_diagnostics(r, [0, 0, 1, 1], torch.zeros(4, 2), ["hit"])
-    assert d["dead_cells/hit"] == 0.5 and d["share/hit"] == 0.0
-
-
 # ---------------------------------------------------------------- several processes
 
 
@@ -510,7 +499,8 @@ def gathered(rank, store):
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     pieces = ["A (1990)\n"] * (1 + 3 * rank)
-    batch = stack_lists([parse_list(pieces, 3)], shared_width(len(pieces)))
+    width = int(all_reduce(torch.tensor(len(pieces)), dist.group.WORLD, "max"))
+    batch = stack_lists([parse_list(pieces, 3)], width)
     out = [torch.zeros_like(batch.item_NS) for _ in range(2)]
     dist.all_gather(out, batch.item_NS)
     dist.destroy_process_group()
@@ -519,7 +509,8 @@ def gathered(rank, store):
 
 def test_processes_with_different_lists_gather_equal_shapes(tmp_path):
     code = (
-        "import torch\nfrom grpo_nb.ranking import parse_list, shared_width, stack_lists\n"
+        "import torch\nfrom grpo_nb.list_parsing import parse_list, stack_lists\n"
+        "from grpo_nb.processes import all_reduce\n"
         f"{inspect.getsource(gathered)}\nprint(gathered(1, {str(tmp_path / 'store')!r}))"
     )
     other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -537,7 +528,7 @@ def test_processes_with_different_lists_gather_equal_shapes(tmp_path):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: ListParser(0), "at least one rank"),
+        (lambda: ListParser(0), "num_ranks must be a whole number >= 1, got 0"),
         (lambda: Titles([3]), "pair \\(title, year\\), got 3"),
         (lambda: exp_decay(np.ones((1, 2)), 0.5), "gamma > 1"),
         (lambda: make_relevance_reward(ListParser(2), "exp_ing"), "Did you mean 'exp_inf'"),
@@ -552,7 +543,6 @@ def test_processes_with_different_lists_gather_equal_shapes(tmp_path):
             lambda: SafetyOracle(RISKS, "safe").violates("A", None, ["horor"]),
             "Did you mean 'horror'",
         ),
-        (lambda: broadcast_ranks(torch.ones(1, 1), torch.tensor([[1]])), "same K"),
     ],
 )
 def test_refused_with_a_message(call, message):
@@ -653,7 +643,7 @@ def test_a_special_token_amid_a_list_moves_no_reward(special):
     assert fixed.outputs == ["\nHeat (1995)\nAlien (1979)\nUp (2009)"]
     row = make_relevance_reward(parser, "exp_inf")(["p"], fixed.outputs, relevant=["Heat (1995)"])
     assert row == [[1, 0, 0]]
-    on_tokens = broadcast_ranks(torch.tensor(row), fixed.states["item"])[0]
+    on_tokens = spread_to_tokens(torch.tensor(row), fixed.mask_NS, fixed.states["item"])[0]
     paid = [i for i, r in zip(ids, on_tokens.tolist()) if r]
     assert "Heat (1995)" in TOKENIZER.decode(paid) and "Alien" not in TOKENIZER.decode(paid)
     assert torch.equal(parse_rollout(fixed, TOKENIZER, parser).item_NS, fixed.states["item"])
@@ -790,12 +780,9 @@ def test_a_blank_line_does_not_excuse_a_malformed_line(text):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (
-            lambda p: ListParser(3, prosee=False),
-            "Unknown rule of ListParser 'prosee'. Did you mean 'prose'",
-        ),
+        (lambda p: ListParser(3, prose="no"), "Unknown prose 'no'"),
         (lambda p: ListParser(2.5), "whole number >= 1, got 2.5"),
-        (lambda p: ListParser(3, tolerance=None), "tolerance must be a whole number of years"),
+        (lambda p: ListParser(3, tolerance=None), "tolerance must be a whole number >= 0"),
         (lambda p: ListParser(3, memory=0), "memory must be a whole number >= 1"),
         (
             lambda p: ListParser(3, catalogue=7),
@@ -803,8 +790,8 @@ def test_a_blank_line_does_not_excuse_a_malformed_line(text):
         ),
         (lambda p: make_relevance_reward(p, penalties={"malform": 1}), "Did you mean 'malformed'"),
         (
-            lambda p: make_relevance_reward(p, penalties={"seen": "1"}),
-            "must be a number >= 0, got '1'",
+            lambda p: make_relevance_reward(p, penalties={"seen": "much"}),
+            "must be >= 0 and finite, got 'much'",
         ),
         (lambda p: make_relevance_reward(p, "exp", gamma=0.5), "gamma > 1, got 0.5"),
         (lambda p: make_relevance_reward(p, missing=None), "missing must be a finite number"),
@@ -816,7 +803,7 @@ def test_a_blank_line_does_not_excuse_a_malformed_line(text):
             lambda p: make_safety_reward(p, SafetyOracle({}, "safe"), lambda_safe=math.inf),
             "lambda_safe must be",
         ),
-        (lambda p: make_count_reward(p, target=0), "target must be a whole number of items"),
+        (lambda p: make_count_reward(p, target=0), "target must be a whole number >= 1"),
         (lambda p: SafetyOracle({}, None), "'safe', 'unsafe' or a number in \\[0, 1\\], got None"),
         (lambda p: SafetyOracle(None, "safe"), "risks must map films to"),
         (lambda p: SafetyOracle({"A": {"x": NAN}}, "safe"), "must be in \\[0, 1\\], got nan"),
@@ -839,15 +826,19 @@ def test_a_chat_turn_without_text_is_an_empty_list():
 @pytest.mark.parametrize("mode", sorted(SCALE_FREE))
 def test_scales_that_cancel_are_told_in_every_mode_that_divides_them_out(mode):
     parser, oracle = ListParser(2), SafetyOracle({}, "safe")
-    with pytest.warns(UserWarning, match="penalty_safe = 3 .* advantage.weights"):
-        warn_cancelling_scales([make_safety_reward(parser, oracle, penalty_safe=3.0)], mode)
-    with pytest.warns(UserWarning, match="coefficient = 0.5 of reward 'count'"):
-        warn_cancelling_scales([make_count_reward(parser, 0.5)], mode)
+    loud = {"safety": make_safety_reward(parser, oracle, penalty_safe=3.0)}
+    with pytest.warns(
+        UserWarning, match="penalty_safe of reward 'safety' = 3 .* advantage.weights"
+    ):
+        warn_cancelling_scales(loud, mode)
+    with pytest.warns(UserWarning, match="coefficient of reward 'count' = 0.5"):
+        warn_cancelling_scales({"count": make_count_reward(parser, 0.5)}, mode)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warn_cancelling_scales(loud, "grpo")
         for quiet in (
             make_safety_reward(parser, oracle, penalty_safe=3.0, error=-1.0),
             make_safety_reward(parser, oracle, lambda_safe=0.0),
             make_safe_reward(parser, oracle, lambda_safe=3.0),
         ):
-            warn_cancelling_scales([quiet], mode)
+            warn_cancelling_scales({"quiet": quiet}, mode)

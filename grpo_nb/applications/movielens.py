@@ -22,17 +22,13 @@ import numpy as np
 import torch
 
 from ..core import Rollout, group_stats, seed_of, seeded
+from ..list_parsing import ListParser, Titles, film_key, parse_rollout, with_lists
 from ..policies.tokens import TokenPolicy
 from grpo_nb.ranking import (
-    ListParser,
     SafetyOracle,
-    Titles,
-    film_key,
     make_relevance_reward,
     make_safety_reward,
-    parse_rollout,
     ranking_metrics,
-    with_lists,
 )
 from ..tasks import Task
 
