@@ -18,7 +18,9 @@ __all__ = ['ADVANTAGES', 'AdvantageConfig', 'compute_advantages', 'checkpoints',
 # %% ../nbs/07_all.ipynb #db464b55
 from .advantages import ADVANTAGES, AdvantageConfig, compute_advantages
 from .lab.checkpoint import checkpoints, latest
-from .lab.study import Samples, Seconds, Steps, Study, Tokens, compare
+from .lab.budgets import Samples, Seconds, Steps, Tokens
+from .lab.compare import compare
+from .lab.study import Study
 from .core import Groups, Policy, Registry, Rollout, concat, group_stats, masked_mean
 from .core import masked_sum, minibatches, seeded
 from .collector import GroupCollector

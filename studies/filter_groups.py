@@ -16,7 +16,8 @@ import numpy as np
 
 from grpo_nb.core import seeded
 from grpo_nb.filter_groups import keep_groups
-from grpo_nb.lab.study import Samples, compare
+from grpo_nb.lab.budgets import Samples
+from grpo_nb.lab.compare import compare
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO, load_config
 

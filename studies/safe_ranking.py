@@ -4,7 +4,7 @@
     python data/build/movielens_task.py --out .cache/movielens
     python studies/safe_ranking.py        the data's checksums and the lists of popular films
 
-The comparison itself is the call of `lab.study` in the notebook: without safe_ranking.json beside this file it trains what is
+The comparison itself is the call of `compare` in the notebook: without safe_ranking.json beside this file it trains what is
 missing (about a quarter of an hour on one core) and goes on where it was stopped. What is stored are numbers: no titles, no
 ratings, no weights.
 """

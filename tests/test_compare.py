@@ -13,36 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
 from grpo_nb.cli import main
+from grpo_nb.lab.budgets import Samples, Seconds, Steps, Tokens, to_budget
+from grpo_nb.lab.compare import Spec, compare, open_base, plan_runs
+from grpo_nb.lab.paired_statistics import holm, improvement, iqm, sign_flip
 from grpo_nb.lab.record import DirLock, RunLocked
-from grpo_nb.lab.study import (
-    Samples,
-    Seconds,
-    Spec,
-    Steps,
-    Study,
-    Tokens,
-    at_the_edge,
-    base_tree,
-    bootstrap_interval,
-    common_curve,
-    compare,
-    holm,
-    improvement,
-    iqm,
-    make_job,
-    read_recipe,
-    run_job,
-    sign_flip,
-    t_interval,
-    tex,
-    to_budget,
-)
+from grpo_nb.lab.report import common_curve
+from grpo_nb.lab.runs import run_job
+from grpo_nb.lab.study import Study, at_the_edge
+from grpo_nb.statistics import bootstrap_interval, t_interval
 from grpo_nb.tasks import data_path
 from grpo_nb.trainer import GRPO, load_config
 
@@ -55,45 +40,55 @@ class Fake:
 
     def __init__(self, seed, rate=0.1, batch=64, crash_at=None, ends_at=None, die_at=None):
         COUNTS["made"] += 1
-        self.rng = np.random.default_rng(seed)
-        self.rate, self.batch = rate, batch
+        self.rng, self.rate, self.batch = np.random.default_rng(seed), rate, batch
         self.crash_at, self.ends_at, self.die_at = crash_at, ends_at, die_at
-        self.skill, self.history = 0.3 + 0.02 * (seed % 10), []
+        self.skill, self.history, self.callbacks = 0.3 + 0.02 * (seed % 10), [], []
 
     def fit(self, steps):
-        for _ in range(steps):
-            n = len(self.history) + 1
+        for n in range(1, steps + 1):
             if n == self.ends_at:
                 return
             if n == self.crash_at:
                 raise FloatingPointError("the loss is <not> finite")
             if n == self.die_at:
                 os._exit(9)
-            self.skill += self.rate * (1 - self.skill) * self.rng.uniform(0.5, 1.5)
-            row = {"n_rollouts_generated": self.batch * n, "tokens_generated": 5 * self.batch * n}
-            row |= {"gen_seconds": 0.25 * n, "reward_seconds": 0.0, "train_seconds": 0.25 * n}
-            self.history.append(row | {"reward": self.skill, "n_rollouts_trained": 32 * n})
+            self.history.append(self.step(n))
+            for callback in self.callbacks:
+                callback(self, self.history[-1])
+
+    def step(self, n):
+        self.skill += self.rate * (1 - self.skill) * self.rng.uniform(0.5, 1.5)
+        row = {"n_rollouts_generated": self.batch * n, "tokens_generated": 5 * self.batch * n}
+        row |= {"gen_seconds": 0.25 * n, "reward_seconds": 0.0, "train_seconds": 0.25 * n}
+        return row | {"reward": self.skill, "n_rollouts_trained": 32 * n}
 
     def evaluate(self):
         return {"eval_sampled": self.skill, "eval_greedy": min(1.0, self.skill + 0.1)}
 
 
-ARMS = {
-    "slow": lambda seed, dir: Fake(seed, 0.05),
-    "fast": lambda seed, dir: Fake(seed, 0.08),
-}
+def fake(config, only=None, **options):
+    "The trainer of a run; `only`: a seed that alone gets the options."
+    return Fake(config.seed, **(options if only in (None, config.seed) else {}))
+
+
+def by_lr(config, batch=64):
+    return Fake(config.seed, config.optimizer.lr, batch)
+
+
+ARMS = {"slow": {"make.rate": 0.05}, "fast": {"make.rate": 0.08}}
+
+
+def contest(variants=ARMS, **kw):
+    return compare(variants, **{"make": fake} | kw)
+
+
+# budgets
 
 
 def test_budgets_stop_at_the_first_step_that_reaches_them(tmp_path):
-    cases = (
-        (Samples(200), 4),
-        (Tokens(640), 2),
-        (Seconds(1.5), 3),
-        (Steps(7), 7),
-        (Samples(192), 3),
-    )
-    for i, (budget, steps) in enumerate(cases):
-        study = compare(ARMS, seeds=[0], budget=budget, dir=tmp_path / str(i))
+    cases = ((Samples(200), 4), (Tokens(640), 2), (Seconds(1.5), 3), (Steps(7), 7))
+    for i, (budget, steps) in enumerate((*cases, (Samples(192), 3))):
+        study = contest(seeds=[0], budget=budget, dir=tmp_path / str(i))
         assert study.frame()["step"].tolist() == [steps, steps]
         spent = study.table().frame["spent"]
         per_step = {"samples": 64, "tokens": 320, "seconds": 0.5, "steps": 1}[budget.unit]
@@ -101,46 +96,85 @@ def test_budgets_stop_at_the_first_step_that_reaches_them(tmp_path):
 
 
 def test_a_filter_pays_for_what_it_draws(tmp_path):
-    arms = {"all": lambda s, d: Fake(s, batch=32), "filtered": lambda s, d: Fake(s, batch=96)}
-    frame = compare(arms, seeds=[0], budget=Samples(192), dir=tmp_path).frame()
+    arms = {"all": {"make.batch": 32}, "filtered": {"make.batch": 96}}
+    frame = contest(arms, seeds=[0], budget=Samples(192), dir=tmp_path).frame()
     assert frame["step"].tolist() == [6, 2] and frame["n_rollouts_generated"].tolist() == [192, 192]
     assert frame["n_rollouts_trained"].tolist() == [192, 64]
 
 
 def test_a_budget_needs_its_counter(tmp_path):
     class Bare(Fake):
-        def fit(self, steps):
-            self.history.append({"reward": 1.0})
+        def step(self, n):
+            return {"reward": 1.0}
 
-    study = compare({"a": lambda s, d: Bare(s)}, seeds=[0], budget=Samples(9), dir=tmp_path)
+    make = lambda config: Bare(config.seed)
+    with pytest.warns(UserWarning, match="Every run failed"):
+        study = compare({"a": {}}, make=make, seeds=[0], budget=Samples(9), dir=tmp_path)
     assert "needs n_rollouts_generated in every row" in study.runs[0]["error"]
     for wrong in (0, -1, True, "many"):
-        with pytest.raises(ValueError, match="needs a number > 0"):
+        with pytest.raises(ValueError, match="Samples must be > 0"):
             Samples(wrong)
     with pytest.raises(ValueError, match="Did you mean 'samples'"):
         to_budget({"sample": 3})
 
 
 def test_evaluations_along_the_way_are_where_they_were_asked_for(tmp_path):
-    study = compare(ARMS, seeds=[0], budget=Samples(640), eval_every=Samples(150), dir=tmp_path)
+    study = contest(seeds=[0], budget=Samples(640), eval_every=Samples(150), dir=tmp_path)
     seen = study.curves().dropna(subset="eval_sampled")
     at = seen[seen["variant"] == "slow"]["n_rollouts_generated"].tolist()
     assert at == [0, 192, 320, 512, 640]
 
 
+def test_cpu_seconds_are_those_of_training(tmp_path):
+    def burn(seconds):
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+
+    class Busy(Fake):
+        def step(self, n):
+            burn(0.05)
+            time.sleep(0.05)
+            return super().step(n)
+
+        def evaluate(self):
+            burn(0.3)
+            return super().evaluate()
+
+    make = lambda config: Busy(config.seed)
+    kw = {"make": make, "seeds": range(2), "budget": Steps(2), "store": tmp_path / "s.json"}
+    spent = contest({"a": {}}, dir=tmp_path / "d", **kw).frame()["cpu_seconds"]
+    assert ((spent >= 0.1) & (spent < 0.3)).all()  # no sleep, no evaluation
+    with ThreadPoolExecutor(2) as pool:
+        there = contest({"a": {}}, dir=tmp_path / "e", executor=pool, **kw | {"store": None})
+    there = there.frame()["cpu_seconds"]
+    assert ((there >= 0.1) & (there < 0.3)).all()  # of each thread
+    tree = json.loads((tmp_path / "s.json").read_text())
+    for r in tree["runs"]:  # a store from before
+        del r["cpu_seconds"]
+    (tmp_path / "s.json").write_text(json.dumps(tree))
+    assert "cpu_seconds" not in Study.load(tmp_path / "s.json").frame()
+    tree["runs"][0]["cpu_seconds"] = 1.5  # a store of which one seed is newer
+    (tmp_path / "s.json").write_text(json.dumps(tree))
+    assert Study.load(tmp_path / "s.json").frame()["cpu_seconds"].isna().tolist() == [False, True]
+
+
+# what is finished, stored, interrupted, or dead
+
+
 def test_finished_runs_are_not_repeated_and_new_seeds_are_added(tmp_path):
-    first = compare(ARMS, seeds=range(2), budget=Steps(3), dir=tmp_path)
+    first = contest(seeds=range(2), budget=Steps(3), dir=tmp_path)
     COUNTS["made"] = 0
-    again = compare(ARMS, seeds=range(2), budget=Steps(3), dir=tmp_path)
+    again = contest(seeds=range(2), budget=Steps(3), dir=tmp_path)
     assert COUNTS["made"] == 0 and again.runs == first.runs
-    compare(ARMS, seeds=range(4), budget=Steps(3), dir=tmp_path)
+    contest(seeds=range(4), budget=Steps(3), dir=tmp_path)
     assert COUNTS["made"] == 4
-    compare(ARMS, seeds=range(2), budget=Steps(4), dir=tmp_path)
+    contest(seeds=range(2), budget=Steps(4), dir=tmp_path)
     assert COUNTS["made"] == 8
 
 
 def test_the_store_keeps_of_tuning_runs_only_what_was_evaluated(tmp_path):
-    curve = {"step": [0, 1, 2], "reward": [None, 0.5, None], "eval_sampled": [0.25, None, 0.75]}
+    curve = {"step": [0, 1, 2], "reward": [None, 0.5, 0.6], "eval_sampled": [0.25, None, 0.75]}
     run = {"variant": "a", "seed": 8, "overrides": {"optimizer.lr": 1e-4}, "status": "done"}
     run |= {"key": "x", "error": None, "ended": "budget", "curve": curve}
     tune = {"values": {"optimizer.lr": [1e-5, 1e-4]}, "seeds": [8], "tasks": None}
@@ -149,195 +183,210 @@ def test_the_store_keeps_of_tuning_runs_only_what_was_evaluated(tmp_path):
     study = Study(spec | {"tune": tune}, runs)
     study.save(tmp_path / "s.json")
     again = Study.load(tmp_path / "s.json")
-    assert again.runs[0]["curve"] == {
-        "step": [0, 2],
-        "reward": [None, 0.5],
-        "eval_sampled": [0.25, 0.75],
-    }
-    assert again.runs[1] == study.runs[1]
+    kept = {"step": [0, 2], "reward": [None, 0.6], "eval_sampled": [0.25, 0.75]}
+    assert again.runs[0]["curve"] == kept and again.runs[1] == study.runs[1]
     assert again.tuning().to_dict() == study.tuning().to_dict()
 
 
 def test_a_store_is_loaded_if_it_answers_the_question_and_else_trained_again(tmp_path, capsys):
     kw = {"seeds": range(2), "dir": tmp_path / "runs", "store": tmp_path / "s.json"}
-    first = compare(ARMS, budget=Steps(3), **kw)
+    first = contest(budget=Steps(3), **kw)
     text = (tmp_path / "s.json").read_text()
     assert str(tmp_path) not in text and len(text.splitlines()) > 4
     COUNTS["made"] = 0
     kw["dir"] = tmp_path / "elsewhere"
-    again = compare(ARMS, budget=Steps(3), **kw)
+    again = contest(budget=Steps(3), **kw)
     assert COUNTS["made"] == 0 and again.runs == first.runs and not kw["dir"].exists()
     with pytest.raises(ValueError, match=r"another specification \(budget.steps\)"):
-        compare(ARMS, budget=Steps(4), if_changed="raise", **kw)
-    compare(ARMS, budget=Steps(4), **kw)
+        contest(budget=Steps(4), if_changed="raise", **kw)
+    contest(budget=Steps(4), **kw)
     assert COUNTS["made"] == 4 and "training again" in capsys.readouterr().out
-    other = ARMS | {
-        "slow": lambda seed, dir: Fake(seed, 0.06)
-    }  # the source is part of the question
-    compare(other, budget=Steps(4), **kw)
-    assert COUNTS["made"] == 6  # "fast" was finished in the folder
     (tmp_path / "s.json").write_text('{"format": 2}')
     with pytest.raises(ValueError, match="format 1"):
-        compare(ARMS, budget=Steps(4), **kw)
+        contest(budget=Steps(4), **kw)
+
+
+def test_another_text_of_a_function_trains_again_and_only_warns_where_nothing_may_train(tmp_path):
+    kw = {"seeds": range(2), "budget": Steps(3), "dir": tmp_path / "d", "store": tmp_path / "s"}
+    first = contest(make=by_lr, variants={"a": {}}, **kw)
+    renamed = lambda config, batch=64: by_lr(config, batch)
+    COUNTS["made"] = 0
+    with pytest.warns(UserWarning, match="another text of make: its stored runs are shown"):
+        study = contest(make=renamed, variants={"a": {}}, if_changed="raise", **kw)
+    assert COUNTS["made"] == 0 and study.runs == first.runs
+    contest(make=renamed, variants={"a": {}}, **kw)
+    assert COUNTS["made"] == 2
 
 
 def test_a_crash_is_reported_and_the_others_go_on(tmp_path):
-    def fragile(seed, dir):
-        return Fake(seed, crash_at=2 if seed == 1 else None)
-
-    study = compare(ARMS | {"fragile": fragile}, seeds=range(3), budget=Steps(4), dir=tmp_path)
+    arms = ARMS | {"fragile": {"make.only": 1, "make.crash_at": 2}}
+    study = contest(arms, seeds=range(3), budget=Steps(4), dir=tmp_path)
     failed = [r for r in study.runs if r["status"] != "done"]
     assert [(r["variant"], r["seed"]) for r in failed] == [("fragile", 1)]
-    assert "FloatingPointError: the loss is <not> finite" in failed[0]["error"]
-    assert (
-        'File "test_compare.py"' in failed[0]["error"] and str(tmp_path) not in failed[0]["error"]
-    )
+    error = failed[0]["error"]
+    assert "FloatingPointError: the loss is <not> finite" in error
+    assert 'File "test_compare.py"' in error and str(tmp_path) not in error
     table = study.table()
-    assert table.frame.set_index("variant").loc["fragile", ["n", "failed", "pairs"]].tolist() == [
-        2,
-        1,
-        2,
-    ]
+    row = table.frame.set_index("variant").loc["fragile"]
+    assert row[["n", "failed", "pairs"]].tolist() == [2, 1, 2]
     assert "1 of 9 runs failed" in str(table) and "2 (1 failed)" in str(table)
-    page = study.report(tmp_path / "r.html").read_text()
-    assert "the loss is &lt;not&gt; finite" in page
-    # the failed run is tried again, the others are not
-    COUNTS["made"] = 0
-    compare(ARMS | {"fragile": fragile}, seeds=range(3), budget=Steps(4), dir=tmp_path)
+    assert "the loss is &lt;not&gt; finite" in study.report(tmp_path / "r.html").read_text()
+    COUNTS["made"] = 0  # the failed run is tried again, the others are not
+    contest(arms, seeds=range(3), budget=Steps(4), dir=tmp_path)
     assert COUNTS["made"] == 1
 
 
 def test_an_interrupted_study_goes_on(tmp_path, capsys):
-    def stubborn(seed, dir):
-        if seed == 1 and not (tmp_path / "once").exists():
+    def stubborn(config):
+        if config.seed == 1 and not (tmp_path / "once").exists():
             (tmp_path / "once").write_text("")
             os.kill(os.getpid(), signal.SIGINT)
-        return Fake(seed)
+        return Fake(config.seed)
 
-    study = compare({"a": stubborn}, seeds=range(3), budget=Steps(3), dir=tmp_path / "d")
+    kw = {"make": stubborn, "seeds": range(3), "budget": Steps(3)}
+    study = contest({"a": {}}, dir=tmp_path / "d", **kw)
     assert study.unfinished == 2 and len(study.runs) == 1
     assert "1 of 3 runs are finished" in capsys.readouterr().out
     assert "preliminary" in str(study.table())
     COUNTS["made"] = 0
-    study = compare({"a": stubborn}, seeds=range(3), budget=Steps(3), dir=tmp_path / "d")
+    study = contest({"a": {}}, dir=tmp_path / "d", **kw)
     assert not study.unfinished and COUNTS["made"] == 2
-    whole = compare({"a": stubborn}, seeds=range(3), budget=Steps(3), dir=tmp_path / "w")
+    whole = contest({"a": {}}, dir=tmp_path / "w", **kw)
     assert [r["curve"] for r in study.runs] == [r["curve"] for r in whole.runs]
 
 
-def test_tasks_that_end_and_time_limits_are_marked(tmp_path):
-    arms = {"short": lambda s, d: Fake(s, ends_at=3), "long": lambda s, d: Fake(s)}
-    study = compare(arms, seeds=[0], budget=Steps(9), max_seconds=3.0, dir=tmp_path)
-    assert study.frame()["ended"].tolist() == ["tasks", "max_seconds"]
-    assert study.frame()["step"].tolist() == [2, 6]
-    assert "2 runs ended before the budget: short seed 0 (tasks)" in str(study.table())
+def test_tasks_that_end_are_marked(tmp_path):
+    arms = {"short": {"make.ends_at": 3}, "long": {}}
+    study = contest(arms, seeds=[0], budget=Steps(9), dir=tmp_path)
+    assert study.frame()["ended"].tolist() == ["tasks", "budget"]
+    assert study.frame()["step"].tolist() == [2, 9]
+    assert "1 runs ended before the budget: short seed 0 (tasks)" in str(study.table())
 
 
 def test_processes_give_what_one_process_gives_and_survive_a_death(tmp_path):
-    def deadly(seed, dir):
-        return Fake(seed, die_at=2 if seed == 0 else None)
-
-    here = compare(ARMS, seeds=range(2), budget=Steps(3), dir=tmp_path / "one")
-    there = compare(
-        ARMS | {"deadly": deadly}, seeds=range(2), budget=Steps(3), dir=tmp_path / "two", workers=2
-    )
+    kw = {"seeds": range(2), "budget": Steps(3)}
+    here = contest(dir=tmp_path / "one", **kw)
+    deadly = {"deadly": {"make.only": 0, "make.die_at": 2}}
+    there = contest(ARMS | deadly, dir=tmp_path / "two", workers=2, **kw)
     alive = [r for r in there.runs if r["variant"] != "deadly"]
     assert [r["curve"] for r in alive] == [r["curve"] for r in here.runs]
     dead = [r for r in there.runs if r["status"] == "failed"]
     assert [(r["variant"], r["seed"]) for r in dead] == [("deadly", 0)]
     assert "The process of this run died" in dead[0]["error"]
-
-
-def test_any_map_will_do(tmp_path):
-    here = compare(ARMS, seeds=range(2), budget=Steps(3), dir=tmp_path / "one")
     with ThreadPoolExecutor(2) as pool:
-        there = compare(ARMS, seeds=range(2), budget=Steps(3), dir=tmp_path / "two", map=pool.map)
+        there = contest(dir=tmp_path / "three", executor=pool, **kw)
     assert [r["curve"] for r in there.runs] == [r["curve"] for r in here.runs]
-    as_list = lambda f, jobs: [json.loads(json.dumps(f(j))) for j in jobs]
-    compare(ARMS, seeds=range(2), budget=Steps(3), dir=tmp_path / "three", map=as_list)
+
+
+REGISTERS = """
+import sys
+from grpo_nb.advantages import ADVANTAGES
+from grpo_nb.lab.budgets import Steps
+from grpo_nb.lab.compare import compare
+
+@ADVANTAGES.register("mine")
+def mine(*args, **kw):
+    return ADVANTAGES["grpo"](*args, **kw)
+
+if __name__ == "__main__":
+    base = {"train_batch_size": 2, "num_generations": 2, "eval": {"limit": 2, "samples": 1}}
+    arms = {"mine": {"advantage.mode": "mine"}, "grpo": {"advantage.mode": "grpo"}}
+    study = compare(arms, base, seeds=1, budget=Steps(1), dir=sys.argv[1], workers=2)
+    print([r["error"] for r in study.runs], [r["curve"]["reward"] for r in study.runs])
+    print(sorted(study.spec["functions"]))
+"""
+
+
+def test_workers_know_what_a_notebook_has_registered(tmp_path):
+    script = tmp_path / "registers.py"
+    script.write_text(REGISTERS)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    said = subprocess.run(
+        [sys.executable, script, tmp_path / "d"], env=env, capture_output=True, text=True
+    )
+    assert said.stdout.startswith("[None, None]"), said.stdout + said.stderr
+    assert "['ADVANTAGES.mine']" in said.stdout
 
 
 def test_a_folder_has_one_study_at_a_time(tmp_path):
     lock = DirLock(tmp_path / "study.lock")
     lock.acquire()
     with pytest.raises(RunLocked):
-        compare(ARMS, seeds=[0], budget=Steps(1), dir=tmp_path)
+        contest(seeds=[0], budget=Steps(1), dir=tmp_path)
     lock.release()
 
 
+# what is refused
+
+
 def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
-    def refused(match, variants, **kw):
+    def refused(match, variants=ARMS, **kw):
         given = {"seeds": [0], "budget": Steps(1), "dir": tmp_path / "none"} | kw
+        given |= {"make": fake} if variants is ARMS else {}
         with pytest.raises(ValueError, match=match):
             compare(variants, **given)
         assert not (tmp_path / "none").exists()
 
     refused("no variants", {})
-    refused("different integers >= 0", ARMS, seeds=[1, 1])
-    refused("needs a budget", ARMS, budget=None)
+    refused("different integers >= 0", seeds=[1, 1])
+    refused("needs a budget", budget=None)
     refused("same for all", {"a": {"tasks.eval": "x"}})
     refused("same for all", {"a": {"run": {"dir": "x"}}})
     refused("num_epoch", {"a": {"update.num_epoch": 2}})
-    refused(r"overlap \(0\)", {"a": {}}, tune={"optimizer.lr": [1e-4]}, tune_seeds=[0])
+    grid = {"optimizer.lr": [1e-4]}
+    refused(r"overlap \(0\)", {"a": {}}, tune=grid, tune_seeds=[0])
     refused("must be a list", {"a": {}}, tune={"optimizer.lr": 1e-4})
     refused("optimizer.lrr", {"a": {}}, tune={"optimizer.lrr": [1e-4]})
-    refused("is a function", ARMS, tune={"optimizer.lr": [1e-4]})
     refused("number of steps", {"a": {"optimizer.schedule": "linear"}}, budget=Tokens(5))
     for wrong in (["a"], "a", 3, None):
         refused("variants must map names to overrides", wrong)
+    refused("must be a mapping of dotted keys", {"a": fake})
     refused("name of a variant is text", {1: {}})
     refused("keys are text", {"a": {3: 1}})
     for wrong in (500, "many", {"samples": 3, "steps": 4}):
-        refused("budget must be one of Samples", ARMS, budget=wrong)
-        refused("eval_every must be one of Samples", ARMS, eval_every=wrong)
-    refused("needs a number > 0, got inf", ARMS, budget={"samples": math.inf})
-    refused("Did you mean 'samples'", ARMS, budget={"sample": 500})
+        refused("budget must be one of Samples", budget=wrong)
+        refused("eval_every must be one of Samples", eval_every=wrong)
+    refused("Samples must be > 0 and finite, got inf", budget={"samples": math.inf})
     for wrong in ("ab", 2.5, None, True, [1.5], [True], [-1], [[1]], 0, []):
-        refused("seeds must be a number of seeds", ARMS, seeds=wrong)
-        grid = {"optimizer.lr": [1e-4]}
+        refused("seeds must be a number of seeds", seeds=wrong)
         refused("tune_seeds must be a number of seeds", {"a": {}}, tune=grid, tune_seeds=wrong)
     for wrong in (3, [1e-4], "optimizer.lr"):
         refused("tune must map keys to values", {"a": {}}, tune=wrong)
     refused("different values", {"a": {}}, tune={"optimizer.lr": [1e-4, 1e-4]})
     refused("tune sets 'steps'", {"a": {}}, tune={"steps": [3, 4]})
-    for wrong in (3, ["x.jsonl"], "", {}, {"a": 3}):
-        refused("tune_tasks must be a file", {"a": {}}, tune=grid, tune_tasks=wrong)
     refused("tune_tasks cannot be read", {"a": {}}, tune=grid, tune_tasks="nowhere.jsonl")
     refused("tasks.eval cannot be read", {"a": {}}, base={"tasks": {"eval": "nowhere.jsonl"}})
     refused("no held-out tasks", {"a": {}}, base={"tasks": {"eval": None}})
     refused("needs a mapping, got 3", {"a": {}}, base=3)
     for name in ("workers", "threads"):
         for wrong in (0, "2", 1.5, None):
-            refused(f"{name} must be a whole number", ARMS, **{name: wrong})
-    refused("map must be", ARMS, map=3)
+            refused(f"{name} must be a whole number", **{name: wrong})
     refused("make must be", {"a": {}}, make="f")
-    refused("Seconds needs a number > 0", ARMS, max_seconds=-1)
-    refused("Did you mean 'train'", ARMS, if_changed="trian")
+    refused("evaluate must be", {"a": {}}, evaluate=3)
+    refused("Did you mean 'train'", if_changed="trian")
     for wrong in ("reward", 3, [1]):
-        refused("keep must be a list of names", ARMS, keep=wrong)
+        refused("keep must be a list of names", keep=wrong)
     for wrong in (3, None, ""):
-        refused("metric must be the name of a score", ARMS, metric=wrong)
-    (tmp_path / "file").write_text("")
-    refused("is a file", ARMS, dir=tmp_path / "file")
-    refused("dir must be a path", ARMS, dir=3)
-    refused("is a file", ARMS, store=tmp_path / "file" / "s.json")
-    refused("it is a folder", ARMS, store=tmp_path)
+        refused("metric must be the name of a score", metric=wrong)
+    refused("dir must be a path", dir=3)
+    refused("it is a folder", store=tmp_path)
     for text in ("[1]", "text", "", '"study"', '{"format": 1, "spec": 3, "runs": []}'):
         (tmp_path / "s.json").write_text(text)
-        refused("not a stored study of format 1", ARMS, store=tmp_path / "s.json")
+        refused("not a stored study of format 1", store=tmp_path / "s.json")
 
 
 def test_a_place_that_cannot_be_written_is_told_before_anything_is_trained(tmp_path, monkeypatch):
     kw = {"seeds": [0], "budget": Steps(1)}
     COUNTS["made"] = 0
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="dir: .*file cannot be made"):
+        contest(dir=tmp_path / "file", **kw)
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "closed")
     with pytest.raises(ValueError, match="store: .*closed cannot be written to"):
-        compare(ARMS, dir=tmp_path / "d", store=tmp_path / "closed" / "s.json", **kw)
-    with pytest.raises(ValueError, match="dir: .*closed cannot be written to"):
-        compare(ARMS, dir=tmp_path / "closed", **kw)
+        contest(dir=tmp_path / "d", store=tmp_path / "closed" / "s.json", **kw)
     too_long = tmp_path / ("x" * 300)
-    with pytest.raises(ValueError, match="store=.* cannot be a path: File name too long"):
-        compare(ARMS, dir=tmp_path / "d", store=too_long / "s.json", **kw)
+    with pytest.raises(ValueError, match="store=.* cannot be a path: .*File name too long"):
+        contest(dir=tmp_path / "d", store=too_long / "s.json", **kw)
     assert COUNTS["made"] == 0
 
 
@@ -345,29 +394,72 @@ def test_an_unknown_metric_ends_the_study_after_one_step(tmp_path):
     log = tmp_path / "log"  # a run sees copies of what a function has captured
 
     class Counted(Fake):
-        def fit(self, steps):
+        def step(self, n):
             log.write_text(log.read_text() + "step\n")
-            super().fit(steps)
+            return super().step(n)
 
-    arms = {"a": lambda s, d: Counted(s), "b": lambda s, d: Counted(s)}
     kw = {"seeds": range(3), "budget": Steps(9), "dir": tmp_path / "d"}
     for wrong in ("eval_samplde", "mean_eval_samplde"):
         log.write_text("")
         with pytest.raises(ValueError, match="Unknown metric '.*samplde'. Did you mean 'eval_samp"):
-            compare(arms, metric=wrong, eval_every=Steps(2), **kw)
+            make = lambda config: Counted(config.seed)
+            contest({"a": {}, "b": {}}, make=make, metric=wrong, eval_every=Steps(2), **kw)
         assert log.read_text() == "step\n"
     with pytest.raises(ValueError, match="Did you mean 'eval_sampled'"):
-        compare(ARMS, metric="eval_samplde", workers=2, **kw)
+        contest(metric="eval_samplde", workers=2, **kw)
     with ThreadPoolExecutor(2) as pool, pytest.raises(ValueError, match="Unknown metric"):
-        compare(ARMS, metric="eval_samplde", map=pool.map, **kw)
+        contest(metric="eval_samplde", executor=pool, **kw)
     assert not list((tmp_path / "d").glob("*/result.json"))  # nothing counts as a run
-    study = compare(ARMS, metric="reward", **kw)  # what every step logs is fine
+    study = contest(metric="reward", **kw)  # what every step logs is fine
     assert study.table().metric == "reward"
     with pytest.raises(ValueError, match="Unknown metric 'rewards'"):  # finished runs tell it, too
-        compare(ARMS, metric="rewards", **kw)
-    base = {"train_batch_size": 2, "num_generations": 2, "eval": {"limit": 2, "samples": 1}}
-    with pytest.raises(ValueError, match="Did you mean 'eval_sampled'"):
-        compare({"a": {}}, base, 1, Steps(2), metric="eval_samplde", dir=tmp_path / "real")
+        contest(metric="rewards", **kw)
+
+
+def test_names_to_keep_are_those_of_some_run(tmp_path):
+    kw = {"seeds": range(2), "budget": Steps(2), "store": tmp_path / "s.json"}
+    COUNTS["made"] = 0
+    with pytest.raises(ValueError, match="metric in keep: 'rewards'. Did you mean 'reward'"):
+        contest(keep=["rewards"], dir=tmp_path / "d", **kw)
+    study = contest(keep=["reward", "n_rollouts_trained"], dir=tmp_path / "d", **kw)
+    assert COUNTS["made"] == 4 and "reward" in study.runs[2]["curve"]  # the runs were kept
+
+
+def test_functions_in_a_configuration_are_refused_before_training(tmp_path):
+    for arms, base in (
+        ({"a": {}}, {"filter_groups": {"metric": len}}),
+        ({"a": {"filter_groups.metric": [len]}}, None),
+    ):
+        with pytest.raises(ValueError, match="filter_groups.metric.* to the function .*len.*make="):
+            compare(arms, base, seeds=1, budget=Steps(1), dir=tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+def test_what_does_not_fit_make_is_refused_before_anything_is_trained(tmp_path):
+    make = lambda config, width=1: None
+    kw = {"seeds": [0], "budget": Steps(1), "dir": tmp_path / "none"}
+    for arm, match in (
+        ({"make.widht": 2}, "Variant 'a' and make do not fit: .*'widht'"),
+        ({"optimizer.lrr": 2}, "optimizer.lrr"),
+        ({"rewards.functions": {}}, "rewards come from make"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            compare({"a": arm}, make=make, **kw)
+    with pytest.raises(ValueError, match="make"):  # keywords of nothing
+        compare({"a": {"make.width": 2}}, **kw)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_make_that_ignores_its_configuration_is_found_out(tmp_path):
+    recipe = data_path("recipes/quickstart.yaml")
+    for make, match in (
+        (lambda config: GRPO.from_config(load_config(recipe)), "make was given optimizer.lr=0.01"),
+        (lambda config: None, "make must return a trainer, got NoneType"),
+    ):
+        arms, how = {"a": {"optimizer.lr": 1e-2}}, {"seeds": 1, "budget": Steps(1), "make": make}
+        with pytest.warns(UserWarning, match=match):
+            study = compare(arms, recipe, dir=tmp_path / match[-4:], **how)
+        assert [r["status"] for r in study.runs] == ["failed"]
 
 
 def test_a_recipe_is_checked_before_its_budget_is_fitted(tmp_path, capsys):
@@ -378,7 +470,7 @@ def test_a_recipe_is_checked_before_its_budget_is_fitted(tmp_path, capsys):
     )
     for wrong, say in (
         ("compare.metric=3", "metric must be the name of a score"),
-        ("compare.seconds=-1", "Seconds needs a number > 0"),
+        ("compare.seconds=-1", "compare.seconds must be > 0"),
         ("compare.workers=none", "compare.workers must be a whole number"),
         ("compare.statistic=median", "Unknown compare.statistic 'median'"),
         ("compare.tune={optimizer.lr: 3}", "must be a list of values"),
@@ -395,53 +487,57 @@ def test_a_recipe_is_checked_before_its_budget_is_fitted(tmp_path, capsys):
     assert "3 runs of 2 steps" in out and "P(" in out
 
 
-def test_names_to_keep_are_those_of_some_variant(tmp_path):
-    class Other(Fake):
-        def fit(self, steps):
-            super().fit(steps)
-            self.history[-1]["extra"] = 1.0
-
-    arms = ARMS | {"other": lambda s, d: Other(s)}
-    kw = {"seeds": range(2), "budget": Steps(2), "store": tmp_path / "s.json"}
-    COUNTS["made"] = 0
-    with pytest.raises(ValueError, match="metric in keep: 'rewards'. Did you mean 'reward'"):
-        compare(arms, keep=["rewards"], dir=tmp_path / "d", **kw)
-    assert COUNTS["made"] == 3  # not the second seed
-    study = compare(arms, keep=["reward", "extra"], dir=tmp_path / "d", **kw)
-    assert COUNTS["made"] == 6 and "extra" in study.runs[2]["curve"]
-    with pytest.raises(ValueError, match="metric in keep: 'nosuch'"):
-        compare(arms, keep=["nosuch"], dir=tmp_path / "d", **kw)
-    with pytest.raises(ValueError, match="metric in keep: 'nosuch'"):
-        study.save(tmp_path / "t.json", ["nosuch"])
+def test_recipes_with_and_without_a_compare_block(capsys):
+    assert main(["compare", str(data_path("recipes/smollm2.yaml"))]) == 2
+    assert "no compare block" in capsys.readouterr().err
+    assert main(["compare", "nowhere.yaml"]) == 2
+    assert "No recipe at" in capsys.readouterr().err
 
 
-def test_variants_that_are_the_same_are_runs_of_their_own(tmp_path):
+# duplicates
+
+
+def test_variants_that_are_the_same_are_told_and_are_runs_of_their_own(tmp_path):
     log = tmp_path / "log"
     log.write_text("")
 
-    def make(config):
+    def make(config, batch=64):
         log.write_text(log.read_text() + ".")
-        return Fake(config.seed + len(log.read_text()))
+        return Fake(config.seed + len(log.read_text()), batch=batch)
 
-    kw = {"make": make, "evaluate": Fake.evaluate, "seeds": [0], "budget": Steps(2)}
-    first = compare({"a b": {}, "a_b": {}}, dir=tmp_path, **kw)
+    kw = {"make": make, "seeds": [0], "budget": Steps(2), "dir": tmp_path}
+    with pytest.warns(UserWarning, match="Variants 'a b' and 'a_b' are the same configuration"):
+        first = contest({"a b": {}, "a_b": {}}, **kw)
     assert log.read_text() == ".." and first.runs[0]["curve"] != first.runs[1]["curve"]
-    assert compare({"a b": {}, "a_b": {}}, dir=tmp_path, **kw).runs == first.runs
+    with pytest.warns(UserWarning):
+        assert contest({"a b": {}, "a_b": {}}, **kw).runs == first.runs
+    arms = {"a": {}, "b": {"update.num_epochs": 1}, "c": {"make.batch": 64}, "d": {"make.batch": 8}}
+    with pytest.warns(UserWarning, match="Variants 'a' and 'b' and 'c' are the same configuration"):
+        contest(arms, **kw)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        contest({"a": {}, "d": {"make.batch": 8}}, **kw)
+
+
+def test_identical_arms_do_not_differ(tmp_path):
+    with pytest.warns(UserWarning, match="'a' and 'b' are the same configuration"):
+        study = contest({"a": {}, "b": {}}, seeds=range(6), budget=Steps(3), dir=tmp_path)
+    row = study.table().frame.loc[1]
+    assert row[["difference", "difference_low", "difference_high", "p"]].tolist() == [0, 0, 0, 1]
+    assert row["better"] == 0.5 and row["better_low"] < 0.5 < row["better_high"]
 
 
 def test_every_arm_is_tuned_alike():
-    base = base_tree({"train_batch_size": 4})
+    base = open_base({"train_batch_size": 4})
     arms = {"a": {}, "b": {"update.num_epochs": 2}, "control": {"optimizer.lr": 3e-4}}
-    spec = Spec(arms, base, [0], Steps(2), tune={"optimizer.lr": [1e-5, 1e-4]}, tune_seeds=[8, 9])
-    jobs = {
-        n: [make_job(spec, n, s, "tune", {"optimizer.lr": v}) for v in (1e-5, 1e-4) for s in (8, 9)]
-        for n in "ab"
-    }
-    for a, b in zip(jobs["a"], jobs["b"]):
-        assert {k: a[k] for k in ("seed", "budget", "base")} == {
-            k: b[k] for k in ("seed", "budget", "base")
-        }
-    assert len({j["key"] for n in "ab" for j in jobs[n]}) == 8
+    jobs = plan_runs(
+        Spec(arms, base, [0], Steps(2), tune={"optimizer.lr": [1e-5, 1e-4]}, tune_seeds=[8, 9])
+    )
+    tried = lambda name: [
+        (j.seed, j.overrides["optimizer.lr"], j.budget, j.base) for j in jobs if j.variant == name
+    ]
+    assert tried("a") == tried("b") and len(tried("a")) == 4 and not tried("control")
+    assert len({j.key for j in jobs}) == 8
 
 
 # statistics
@@ -451,9 +547,9 @@ def test_intervals_are_those_of_scipy():
     x = np.random.default_rng(0).normal(size=7)
     half = stats.t.ppf(0.975, 6) * x.std(ddof=1) / 7**0.5
     assert t_interval(x) == pytest.approx((x.mean(), x.mean() - half, x.mean() + half))
-    ci = stats.bootstrap(
-        (x,), np.mean, n_resamples=5000, method="BCa", rng=np.random.default_rng(0)
-    ).confidence_interval
+    rng = np.random.default_rng(0)
+    test = stats.bootstrap((x,), np.mean, n_resamples=5000, method="BCa", rng=rng)
+    ci = test.confidence_interval
     assert bootstrap_interval(x) == pytest.approx((x.mean(), ci.low, ci.high))
     assert iqm(range(1, 9)) == 4.5
     assert bootstrap_interval([2, 2, 2], iqm) == (2, 2, 2)
@@ -461,53 +557,29 @@ def test_intervals_are_those_of_scipy():
 
 def test_the_t_interval_covers_what_it_claims():
     rng = np.random.default_rng(1)
-    hit = [
-        low <= 0 <= high for _, low, high in (t_interval(rng.normal(size=10)) for _ in range(1000))
-    ]
-    assert 0.93 <= np.mean(hit) <= 0.97
-    hit = [
-        low <= 0.5 <= high
-        for _, low, high in (
-            improvement(rng.normal(size=5), rng.normal(size=5)) for _ in range(400)
-        )
-    ]
-    assert 0.91 <= np.mean(hit) <= 0.99
+    tries = [t_interval(rng.normal(size=10)) for _ in range(1000)]
+    assert 0.93 <= np.mean([low <= 0 <= high for _, low, high in tries]) <= 0.97
+    tries = [improvement(rng.normal(size=5), rng.normal(size=5)) for _ in range(400)]
+    assert 0.91 <= np.mean([low <= 0.5 <= high for _, low, high in tries]) <= 0.99
 
 
 def test_the_sign_flip_p_is_exact_and_uniform_under_the_null():
     assert sign_flip([1, 2, 3, 4, 5]) == pytest.approx(2 / 32)
     assert sign_flip([0.0, 0.0]) == 1.0
     rng = np.random.default_rng(2)
-    p = [sign_flip(rng.normal(size=8)) for _ in range(300)]
+    p = np.array([sign_flip(rng.normal(size=8)) for _ in range(300)])
     for level in (0.1, 0.25, 0.5):
-        assert (
-            abs(np.mean(np.array(p) <= level + 1e-9) - level)
-            < 3 * (level * (1 - level) / 300) ** 0.5 + 1 / 128
-        )
+        far = 3 * (level * (1 - level) / 300) ** 0.5 + 1 / 128
+        assert abs(np.mean(p <= level + 1e-9) - level) < far
     assert holm([0.02, math.nan, 0.01]) == pytest.approx([0.02, math.nan, 0.02], nan_ok=True)
 
 
-def test_identical_arms_do_not_differ(tmp_path):
-    same = {"a": lambda s, d: Fake(s), "b": lambda s, d: Fake(s)}
-    with pytest.warns(UserWarning, match="'a' and 'b' are the same configuration"):
-        row = compare(same, seeds=range(6), budget=Steps(3), dir=tmp_path).table().frame.loc[1]
-    assert (row["difference"], row["difference_low"], row["difference_high"], row["p"]) == (
-        0,
-        0,
-        0,
-        1,
-    )
-    assert row["better"] == 0.5 and row["better_low"] < 0.5 < row["better_high"]
-
-
 def test_few_seeds_are_said_to_be_few(tmp_path):
-    text = str(compare(ARMS, seeds=range(3), budget=Steps(3), dir=tmp_path).table())
+    text = str(contest(seeds=range(3), budget=Steps(3), dir=tmp_path).table())
     assert "Only 3 seeds: no p-value" in text
-    study = compare(ARMS, seeds=range(5), budget=Steps(3), dir=tmp_path)
-    assert (
-        "cannot go below p = 0.0625" in str(study.table()) and study.table().frame["p"][1] == 0.0625
-    )
-    alone = compare({"slow": ARMS["slow"]}, seeds=[0], budget=Steps(2), dir=tmp_path)
+    table = contest(seeds=range(5), budget=Steps(3), dir=tmp_path).table()
+    assert "cannot go below p = 0.0625" in str(table) and table.frame["p"][1] == 0.0625
+    alone = contest({"slow": ARMS["slow"]}, seeds=[0], budget=Steps(2), dir=tmp_path)
     assert "nan" not in str(alone.table())
 
 
@@ -517,7 +589,7 @@ def test_few_seeds_are_said_to_be_few(tmp_path):
 )
 def test_statistics_do_not_depend_on_the_order_of_runs(pairs, random):
     mixed = random.sample(pairs, len(pairs))
-    for stat in (t_interval, iqm, lambda d: sign_flip(d)):
+    for stat in (t_interval, iqm, sign_flip):
         a, b = (np.array([x - y for x, y in p]) for p in (pairs, mixed))
         assert stat(a) == pytest.approx(stat(b), rel=1e-6, abs=1e-9, nan_ok=True)
     one, two = (improvement(*zip(*p)) for p in (pairs, mixed))
@@ -526,12 +598,11 @@ def test_statistics_do_not_depend_on_the_order_of_runs(pairs, random):
     assert 0 <= low <= p <= high <= 1
 
 
+SORTED = st.lists(st.floats(0, 10), min_size=2, max_size=6, unique=True)
+
+
 @settings(max_examples=40, deadline=None)
-@given(
-    st.lists(
-        st.lists(st.floats(0, 10), min_size=2, max_size=6, unique=True), min_size=1, max_size=4
-    )
-)
+@given(st.lists(SORTED, min_size=1, max_size=4))
 def test_curves_are_never_extrapolated(xs):
     runs = [(np.sort(x), np.arange(len(x), dtype=float)) for x in map(np.array, xs)]
     low, high = max(x[0] for x, _ in runs), min(x[-1] for x, _ in runs)
@@ -542,29 +613,23 @@ def test_curves_are_never_extrapolated(xs):
             assert v.min() <= row.min() and row.max() <= v.max()
 
 
-# exports
+# tables and pages
 
 
 def test_exports_escape_what_their_format_would_read(tmp_path):
     arms = {"a_b & 50% <i>|": ARMS["slow"], "K=4 #2": ARMS["fast"]}
-    study = compare(arms, seeds=range(5), budget=Steps(3), dir=tmp_path / "d")
-    table = study.table()
+    table = contest(arms, seeds=range(5), budget=Steps(3), dir=tmp_path / "d").table()
     latex = table.to_latex()
-    assert r"a\_b \& 50\% \textless{}i\textgreater{}|" in latex and r"K=4 \#2" in latex
-    assert r"\textbf{+0.0" in latex and r"eval\_sampled" in latex
-    body = latex.split("\\midrule")[1].split("\\bottomrule")[0].strip().splitlines()
-    assert {len(re.findall(r"(?<!\\)&", line)) for line in body} == {6}
-    assert "<i>" not in table._repr_html_() and r"\|" in table.to_markdown()
-    table.to_csv(tmp_path / "t.csv")
-    import pandas as pd
-
+    assert r"a\_b \& 50\% \textless i\textgreater |" in latex.replace("{}", "").replace("  ", " ")
+    assert r"K=4 \#2" in latex and r"\bfseries +0.0" in latex and r"eval\_sampled" in latex
+    assert "<i>" not in table._repr_html_() and "font-weight: bold" in table._repr_html_()
+    table.frame.to_csv(tmp_path / "t.csv", index=False)
     again = pd.read_csv(tmp_path / "t.csv")
     assert again["difference"][1] == pytest.approx(table.frame["difference"][1], rel=1e-12)
-    assert tex("a~b^c\\") == r"a\textasciitilde{}b\textasciicircum{}c\textbackslash{}"
 
 
 def test_the_report_stands_alone(tmp_path):
-    study = compare(ARMS, seeds=range(3), budget=Steps(3), eval_every=Steps(1), dir=tmp_path / "d")
+    study = contest(seeds=range(3), budget=Steps(3), eval_every=Steps(1), dir=tmp_path / "d")
     page = study.report(tmp_path / "r.html", "A <title>").read_text()
     assert "A &lt;title&gt;" in page and page.count("data:image/png;base64,") == 3
     outside = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "", page)
@@ -572,33 +637,19 @@ def test_the_report_stands_alone(tmp_path):
     for path in (str(tmp_path), os.getcwd(), os.path.expanduser("~/"), "site-packages"):
         assert path not in outside
     assert "eval_greedy" in outside and "torch" in outside
-
-
-def test_functions_in_a_configuration_are_refused_before_training(tmp_path):
-    for arms, base in (
-        ({"a": {}}, {"filter_groups": {"metric": len}}),
-        ({"a": {"filter_groups.metric": [len]}}, None),
-    ):
-        with pytest.raises(ValueError, match="filter_groups.metric.* to the function .*len.*make="):
-            compare(arms, base, seeds=1, budget=Steps(1), dir=tmp_path / "d")
-    assert not (tmp_path / "d").exists()
-
-
-def test_a_start_and_an_end_are_no_course_in_time(tmp_path):
-    study = compare(ARMS, seeds=range(2), budget=Steps(3), dir=tmp_path / "d")
-    page = study.report(tmp_path / "r.html").read_text()
-    assert page.count("data:image/png;base64,") == 2 and "seconds: mean" not in page
+    study = contest(seeds=range(2), budget=Steps(3), dir=tmp_path / "d")
+    page = study.report(tmp_path / "r.html").read_text()  # a start and an end are no course in time
+    assert page.count("data:image/png;base64,") == 2 and "seconds of training: mean" not in page
 
 
 def test_another_metric_and_an_unknown_one(tmp_path):
-    study = compare(ARMS, seeds=range(3), budget=Steps(3), dir=tmp_path)
+    study = contest(seeds=range(3), budget=Steps(3), dir=tmp_path)
     assert study.table("eval_greedy", "fast").frame["difference"][0] < 0
     assert "; 97.5% intervals" in str(study.table("eval_greedy", level=0.975))
+    assert "(IQM)" in str(study.table(statistic="iqm"))
     for wrong in (lambda: study.table("eval_gredy"), lambda: study.plot(metric="eval_gredy")):
         with pytest.raises(ValueError, match="eval_greedy"):
             wrong()
-    with pytest.raises(ValueError, match="slow"):
-        study.table(baseline="slw")
 
 
 class Violations(Fake):
@@ -608,20 +659,20 @@ class Violations(Fake):
         return super().evaluate() | {"svr": 1 - self.skill}
 
 
-LOSING = {
-    "slow": lambda seed, dir: Violations(seed, 0.05),
-    "fast": lambda seed, dir: Violations(seed, 0.4),
-}
+def losing(config, rate=None):
+    return Violations(config.seed, config.optimizer.lr if rate is None else rate)
 
 
 def test_where_less_is_better_the_table_asks_for_less(tmp_path):
-    kw = {"seeds": range(5), "budget": Steps(3), "dir": tmp_path / "d"}
-    study = compare(LOSING, metric="svr", lower_is_better=True, store=tmp_path / "s.json", **kw)
+    arms, store = {"slow": {"make.rate": 0.05}, "fast": {"make.rate": 0.4}}, tmp_path / "s.json"
+    kw = {"make": losing, "seeds": range(5), "budget": Steps(3), "dir": tmp_path / "d"}
+    study = compare(arms, metric="svr", lower_is_better=True, store=store, **kw)
     table = study.table()
     row = table.frame.set_index("variant").loc["fast"]
     assert row["difference"] < 0 and row["better"] == 1 and row["better_low"] > 0.5
-    for text in (str(table), table.to_markdown(), table.to_latex(), table._repr_html_()):
-        assert "P(lower)" in text and "better)" not in text and "svr is better" in text
+    for text in (str(table), table.to_latex(), table._repr_html_()):
+        assert "P(lower)" in text
+    assert "svr is better" in str(table)
     up = study.table("eval_sampled")
     assert up.frame["better"][1] == 1 and "P(higher)" in str(up)
     wrong_way = study.table("svr", lower_is_better=False)
@@ -632,23 +683,22 @@ def test_where_less_is_better_the_table_asks_for_less(tmp_path):
         with pytest.raises(ValueError, match=match):
             study.table(lower_is_better=way)
         with pytest.raises(ValueError, match=match):
-            compare(LOSING, lower_is_better=way, **kw)
+            compare(arms, lower_is_better=way, **kw)
     page = study.report(tmp_path / "r.html", lower_is_better=True).read_text()
-    assert page.count("<th>P(lower)</th>") == 1 and page.count("<th>P(higher)</th>") == 2
+    assert page.count(">P(lower)</th>") == 1 and page.count(">P(higher)</th>") == 2
     # a direction that no tuning has used is up to who looks: the file is as it was
-    before = (tmp_path / "s.json").read_bytes()
+    before = store.read_bytes()
     COUNTS["made"] = 0
-    again = compare(LOSING, metric="svr", store=tmp_path / "s.json", if_changed="raise", **kw)
-    assert "P(higher)" in str(again.table())
-    again = compare(LOSING, metric="svr", lower_is_better=["svr", "eval_greedy"], store=tmp_path / "s.json", **kw)  # fmt: skip
+    kw |= {"metric": "svr", "store": store, "if_changed": "raise"}
+    assert "P(higher)" in str(compare(arms, **kw).table())
+    again = compare(arms, lower_is_better=["svr", "eval_greedy"], **kw)
     assert "P(lower)" in str(again.table("eval_greedy")) and COUNTS["made"] == 0
-    assert (tmp_path / "s.json").read_bytes() == before
+    assert store.read_bytes() == before
 
 
 def test_tuning_takes_the_lowest_where_less_is_better(tmp_path):
-    make = lambda config: Violations(config.seed, config.optimizer.lr)
-    kw = {"make": make, "evaluate": Violations.evaluate, "seeds": [0], "budget": Steps(3)}
-    kw |= {"tune": {"optimizer.lr": [0.1, 0.2, 0.01]}, "metric": "mean_svr", "eval_every": Steps(1)}
+    kw = {"make": losing, "seeds": [0], "budget": Steps(3), "eval_every": Steps(1)}
+    kw |= {"tune": {"optimizer.lr": [0.1, 0.2, 0.01]}, "metric": "mean_svr"}
     kw |= {"dir": tmp_path / "d", "store": tmp_path / "s.json"}
     with pytest.warns(UserWarning, match="at the edge"):
         study = compare({"a": {}}, lower_is_better=["svr"], **kw)
@@ -660,22 +710,19 @@ def test_tuning_takes_the_lowest_where_less_is_better(tmp_path):
 
 
 def test_a_table_of_some_variants(tmp_path):
-    arms = ARMS | {"fragile": lambda s, d: Fake(s, crash_at=2), "even": lambda s, d: Fake(s, 0.06)}
-    study = compare(arms, seeds=range(5), budget=Steps(3), dir=tmp_path / "d")
+    arms = ARMS | {"fragile": {"make.crash_at": 2}, "even": {"make.rate": 0.06}}
+    study = contest(arms, seeds=range(5), budget=Steps(3), dir=tmp_path / "d")
     table = study.table(variants=["fast", "slow"])
     assert table.frame["variant"].tolist() == ["fast", "slow"] and table.baseline == "fast"
     assert "fragile" not in str(table) and "Holm" not in str(table)
     same = study.table(baseline="fast").frame.set_index("variant").loc["slow"]
     assert table.frame["difference"][1] == same["difference"]
-    assert study.table(variants=("even", "slow", "fast"), baseline="slow").baseline == "slow"
     page = study.report(tmp_path / "r.html", variants=["slow", "even"]).read_text()
-    assert page.count("<td>even</td>") > page.count("<td>fast</td>")
+    assert page.count(">even</td>") > page.count(">fast</td>")
     for show in (study.table, study.plot):
         for wrong, match in (
-            (["zz"], "Unknown variant 'zz'. Available"),
             (["slwo"], "Did you mean 'slow'"),
             ("slow", "variants must be a list of names"),
-            (3, "variants must be a list of names"),
             ([], "must be different names"),
             (["slow", "slow"], "must be different names"),
         ):
@@ -683,18 +730,27 @@ def test_a_table_of_some_variants(tmp_path):
                 show(variants=wrong)
         with pytest.raises(ValueError, match="metric must be the name"):
             show(metric=3)
-    for wrong in (lambda: study.plot(x=["steps"]), lambda: study.table(statistic=["mean"])):
-        with pytest.raises(ValueError, match="Unknown"):
+    for wrong, match in (
+        (lambda: study.plot(x=["steps"]), "Unknown x"),
+        (lambda: study.table(statistic=["mean"]), "Unknown statistic"),
+        (lambda: study.table(baseline="slw"), "Unknown variant"),
+        (lambda: study.table(variants=["fast", "even"], baseline="slow"), "'slow' is not shown"),
+        (lambda: study.table(level=95), "level must be > 0 and < 1"),
+    ):
+        with pytest.raises(ValueError, match=match):
             wrong()
-    with pytest.raises(ValueError, match="Unknown variant"):
-        study.table(baseline=["slow"])
-    with pytest.raises(ValueError, match="'slow' is not shown: add it to variants"):
-        study.table(variants=["fast", "even"], baseline="slow")
-    with pytest.raises(ValueError, match="level must lie between 0 and 1"):
-        study.table(level=95)
 
 
-# tuning and names
+def test_a_study_without_curves_still_reports(tmp_path):
+    broken = {"a": {"make.crash_at": 1}, "b": {"make.crash_at": 1, "make.rate": 0.2}}
+    with pytest.warns(UserWarning, match="(?s)Every run failed; the first one: .*is <not> finite"):
+        study = contest(broken, seeds=2, budget=Steps(2), dir=tmp_path / "d")
+    assert "4 of 4 runs failed" in str(study.table())
+    assert "Failed runs" in study.report(tmp_path / "r.html").read_text()
+    assert len(study.curves()) == 0
+
+
+# tuning
 
 
 def test_a_winner_at_the_edge_of_its_grid_is_marked_and_told_once(tmp_path):
@@ -702,28 +758,27 @@ def test_a_winner_at_the_edge_of_its_grid_is_marked_and_told_once(tmp_path):
         rate = config.optimizer.lr if config.optimizer.lr < 0.15 else 0.01
         return Fake(config.seed, rate=rate, batch=batch)
 
-    grid = {"optimizer.lr": [0.05, 0.1, 0.2], "make.batch": [64, 128]}
     arms = {"a": {}, "b": {"make.batch": 64}, "c": {"optimizer.lr": 0.2}}
-    kw = {"make": make, "evaluate": Fake.evaluate, "seeds": [0], "budget": Samples(256)}
-    kw |= {"tune": grid, "tune_seeds": [9], "store": tmp_path / "s.json"}
+    kw = {"make": make, "seeds": [0], "budget": Samples(256), "tune_seeds": [9]}
+    kw |= {"tune": {"optimizer.lr": [0.05, 0.1, 0.2], "make.batch": [64, 128]}}
+    kw |= {"store": tmp_path / "s.json", "dir": tmp_path / "d"}
     with pytest.warns(UserWarning) as told:
-        study = compare(arms, dir=tmp_path / "d", **kw)
-    told = [str(w.message) for w in told]
-    assert len([t for t in told if "edge" in t]) == 1
+        study = compare(arms, **kw)
+    told = [t for w in told if "edge" in (t := str(w.message))]
+    assert len(told) == 1
     assert "make.batch=64 of [64, 128] for 'a'" in told[0] and "extend the grid" in told[0]
     assert "lr" not in told[0] and "'b'" not in told[0]
     text = str(study.table())
     assert "64 (edge)" in text and "At the edge of the grid of make.batch: a, c." in text
     assert re.search(r"^a +0.1  ", text, re.M)
-    tuning = study.tuning()
-    won = tuning[tuning["chosen"]].set_index("variant")
+    won = study.tuning().query("chosen").set_index("variant")
     assert won["optimizer.lr"].to_dict() == {"a": 0.1, "b": 0.1, "c": 0.2}
     assert won["edge"].to_dict() == {"a": True, "b": False, "c": True}
     page = study.report(tmp_path / "r.html").read_text()
     assert page.count("(chosen)") == 3 and page.count("(edge of the grid)") == 2
     with warnings.catch_warnings():  # a study from its file says it in the table
         warnings.simplefilter("error")
-        assert "At the edge" in str(compare(arms, dir=tmp_path / "d", **kw).table())
+        assert "At the edge" in str(compare(arms, **kw).table())
 
 
 def test_values_of_any_kind_can_be_tuned(tmp_path):
@@ -742,7 +797,6 @@ def test_values_of_any_kind_can_be_tuned(tmp_path):
         ([1e-4, 1e-5, 1e-3], 1e-3, True),
         ([1e-4, 1e-5, 1e-3], 1e-5, True),
         ([1e-4, 1e-5, 1e-3], 1e-4, False),
-        ([1, 2], 1, True),
         ([3], 3, False),
         (["adamw", "sgd"], "sgd", False),
         ([True, False], True, False),
@@ -752,66 +806,32 @@ def test_edges_are_those_of_numbers(values, chosen, edge):
     assert at_the_edge(values, chosen) == edge
 
 
-def test_one_configuration_under_two_names_is_told(tmp_path):
-    make = lambda config, batch=64: Fake(config.seed, config.optimizer.lr, batch)
-    kw = {"make": make, "evaluate": Fake.evaluate, "seeds": [0, 1], "budget": Steps(2)}
-    arms = {"a": {}, "b": {"update.num_epochs": 1}, "c": {"make.batch": 64}, "d": {"make.batch": 8}}
-    COUNTS["made"] = 0
-    with pytest.warns(UserWarning, match="Variants 'a' and 'b' and 'c' are the same configuration"):
-        compare(arms, dir=tmp_path / "d", **kw)
-    kw |= {"tune": {"optimizer.lr": [0.1, 0.05, 0.02]}, "tune_seeds": [9]}
-    arms = {"tuned": {}, "fixed": {"optimizer.lr": 0.1}, "other": {"optimizer.lr": 0.05}}
-    with pytest.warns(UserWarning) as told:
-        compare(arms, dir=tmp_path / "t", **kw)
-    told = [str(w.message) for w in told if "same configuration" in str(w.message)]
-    assert len(told) == 1 and told[0].startswith("Variants 'tuned' and 'fixed', once tuned, are")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        compare({"a": {}, "d": {"make.batch": 8}}, dir=tmp_path / "n", **kw | {"tune": None})
-
-
-def test_cpu_seconds_are_those_of_training(tmp_path):
-    class Busy(Fake):
-        def fit(self, steps):
-            until = time.thread_time() + 0.05
-            while time.thread_time() < until:
-                pass
-            time.sleep(0.05)
-            super().fit(steps)
-
-        def evaluate(self):
-            until = time.thread_time() + 0.3
-            while time.thread_time() < until:
-                pass
-            return super().evaluate()
-
-    arms = {"a": lambda s, d: Busy(s)}
-    kw = {"seeds": range(2), "budget": Steps(2)}
-    study = compare(arms, dir=tmp_path / "d", store=tmp_path / "s.json", **kw)
-    spent = study.frame()["cpu_seconds"]
-    assert ((spent >= 0.1) & (spent < 0.3)).all()  # no sleep, no evaluation
-    with ThreadPoolExecutor(2) as pool:
-        there = compare(arms, dir=tmp_path / "e", map=pool.map, **kw).frame()["cpu_seconds"]
-    assert ((there >= 0.1) & (there < 0.3)).all()  # of each thread
-    assert "<th>cpu seconds</th>" in study.report(tmp_path / "r.html").read_text()
-    tree = json.loads((tmp_path / "s.json").read_text())  # a store from before
-    for r in tree["runs"]:
-        del r["cpu_seconds"]
-    (tmp_path / "s.json").write_text(json.dumps(tree))
-    old = compare(arms, dir=tmp_path / "none", store=tmp_path / "s.json", **kw)
-    assert "cpu_seconds" not in old.frame() and len(old.frame()) == 2
-    assert str(old.table()) == str(study.table())
-    tree["runs"][0]["cpu_seconds"] = 1.5  # a store of which one seed is newer
-    (tmp_path / "s.json").write_text(json.dumps(tree))
-    assert Study.load(tmp_path / "s.json").frame()["cpu_seconds"].isna().tolist() == [False, True]
+def test_the_mean_over_a_run_can_be_the_score(tmp_path):
+    kw = {"make": by_lr, "seeds": range(3), "budget": Samples(640), "eval_every": Samples(128)}
+    kw |= {"tune": {"optimizer.lr": [0.1, 0.05]}}
+    with pytest.raises(ValueError, match="say with eval_every"):
+        compare({"a": {}}, metric="mean_eval_sampled", dir=tmp_path, **kw | {"eval_every": None})
+    study = compare({"a": {}}, metric="mean_eval_sampled", dir=tmp_path / "d", **kw)
+    for r in study.runs:  # tuning runs too
+        seen = [v for v in r["curve"]["eval_sampled"] if v is not None]
+        assert len(seen) == 6
+        frame = study.tuning() if r["phase"] == "tune" else study.frame()
+        row = frame[(frame["seed"] == r["seed"]) & (frame["optimizer.lr"] == r["overrides"]["optimizer.lr"])]  # fmt: skip
+        assert row["mean_eval_sampled"].item() == pytest.approx(np.mean(seen))
+    assert set(study.frame()["optimizer.lr"]) == {0.1}
+    value = study.table().frame["value"].item()
+    assert value == pytest.approx(study.frame()["mean_eval_sampled"].mean())
+    assert study.plot().axes[0].get_ylabel() == "eval sampled"
+    last_only = compare({"a": {}}, dir=tmp_path / "p", **kw)
+    tuned = [r for r in last_only.runs if r["phase"] == "tune"]
+    assert all(sum(v is not None for v in r["curve"]["eval_sampled"]) == 2 for r in tuned)
 
 
 def test_stored_studies_of_the_tutorials_are_read():
-    files = [f for f in (ROOT / "studies").glob("*.json") if '"runs"' in f.read_text()[-400000:]]
+    files = [f for f in (ROOT / "studies").glob("*.json") if "spec" in json.loads(f.read_text())]
     for file in files:
-        if "spec" in json.loads(file.read_text()):
-            study = Study.load(file)
-            assert len(study.frame()) and "P(higher)" in str(study.table())
+        study = Study.load(file)
+        assert len(study.frame()) and "P(higher)" in str(study.table())
     assert len(files) > 5
 
 
@@ -834,110 +854,28 @@ def test_real_runs_share_their_start_and_their_tasks(tmp_path):
     one, two = (r["curve"] for r in study.runs)
     assert one["reward"][1] == two["reward"][1]  # the first batch is the same
     assert one["eval_sampled"][0] == two["eval_sampled"][0]
-    config = json.loads(json.dumps(study.spec["base"]))
-    assert config["train_batch_size"] == 3 and "seed" not in config
+    assert study.spec["base"]["train_batch_size"] == 3 and "seed" not in study.spec["base"]
 
 
 def test_make_builds_what_a_configuration_cannot_name(tmp_path):
-    def make(config, batch=64):
-        return Fake(config.seed, rate=config.optimizer.lr, batch=batch)
-
-    base = {"optimizer": {"lr": 0.05}}
-    kw = {"make": make, "evaluate": Fake.evaluate, "seeds": range(2), "budget": Samples(256)}
+    base, store = {"optimizer": {"lr": 0.05}}, tmp_path / "s.json"
+    kw = {"make": by_lr, "evaluate": Fake.evaluate, "seeds": range(2), "budget": Samples(256)}
     arms = {"a": {}, "b": {"make.batch": 128}, "c": {"optimizer.lr": 0.1}}
-    store = tmp_path / "s.json"
-    study = compare(arms, base, dir=tmp_path / "d", store=store, **kw)
-    frame = study.frame().set_index("variant")
+    frame = compare(arms, base, dir=tmp_path / "d", store=store, **kw).frame().set_index("variant")
     assert frame.loc["b", "step"].tolist() == [2, 2] and frame.loc["a", "step"].tolist() == [4, 4]
-    assert (
-        frame.loc["c", "mean_eval_sampled"].values > frame.loc["a", "mean_eval_sampled"].values
-    ).all()
+    higher = frame.loc["c", "mean_eval_sampled"].values > frame.loc["a", "mean_eval_sampled"].values
+    assert higher.all()
     COUNTS["made"] = 0
-    with ThreadPoolExecutor(2) as pool:
-        there = compare(arms, base, dir=tmp_path / "e", map=pool.map, **kw).frame()
-    assert there["eval_sampled"].tolist() == pytest.approx(frame["eval_sampled"].tolist(), rel=1e-4)
-    assert COUNTS["made"] == 6
     compare(arms, base, dir=tmp_path / "f", store=store, **kw)
-    assert COUNTS["made"] == 6  # loaded
-    other = lambda config, batch=32: make(config, batch)
-    with pytest.raises(ValueError, match=r"another specification \(make\)"):
-        compare(arms, base, store=store, if_changed="raise", **kw | {"make": other})
-    tuned = compare(
-        {"a": {}}, tune={"make.batch": [64, 256]}, tune_seeds=[9], dir=tmp_path / "t", **kw
-    )
+    assert COUNTS["made"] == 0  # loaded
+    kw |= {"tune": {"make.batch": [64, 256]}, "tune_seeds": [9]}
+    tuned = compare({"a": {}}, dir=tmp_path / "t", **kw)
     assert set(tuned.frame()["make.batch"]) == {64}  # four steps instead of one
-
-
-def test_a_make_that_ignores_its_configuration_is_found_out(tmp_path):
-    base = "data:recipes/quickstart.yaml"
-    for make, match in (
-        (
-            lambda config: GRPO.from_config(load_config(data_path("recipes/quickstart.yaml"))),
-            "make was given optimizer.lr=0.01",
-        ),
-        (lambda config: None, "make must return a trainer, got NoneType"),
-    ):
-        with pytest.warns(UserWarning, match=match):
-            study = compare(
-                {"a": {"optimizer.lr": 1e-2}},
-                base,
-                1,
-                Steps(1),
-                make=make,
-                dir=tmp_path / match[-4:],
-            )
-        assert [r["status"] for r in study.runs] == ["failed"]
-
-
-def test_what_does_not_fit_make_is_refused_before_anything_is_trained(tmp_path):
-    make = lambda config, width=1: None
-    cases = (
-        ({"make.widht": 2}, "Variant 'a' and make do not fit: .*'widht'"),
-        ({"optimizer.lrr": 2}, "optimizer.lrr"),
-        ({"rewards.functions": {}}, "rewards come from make"),
-    )
-    for arm, match in cases:
-        with pytest.raises(ValueError, match=match):
-            compare({"a": arm}, make=make, seeds=[0], budget=Steps(1), dir=tmp_path / "none")
-        assert not (tmp_path / "none").exists()
-    for wrong, match in (({"seeds": "ab"}, "seeds must be"), ({"evaluate": 3}, "evaluate must be")):
-        kw = {"seeds": [0], "budget": Steps(1), "dir": tmp_path / "none"} | wrong
-        with pytest.raises(ValueError, match=match):
-            compare({"a": {}}, **kw)
-    with pytest.raises(ValueError, match="make"):  # keywords of nothing
-        compare({"a": {"make.width": 2}}, seeds=[0], budget=Steps(1), dir=tmp_path / "none")
-
-
-def test_the_mean_over_a_run_can_be_the_score(tmp_path):
-    make = lambda config: Fake(config.seed, rate=config.optimizer.lr)
-    kw = {"make": make, "evaluate": Fake.evaluate, "seeds": range(3), "budget": Samples(640)}
-    kw |= {"metric": "mean_eval_sampled", "tune": {"optimizer.lr": [0.1, 0.05]}}
-    with pytest.raises(ValueError, match="say with eval_every"):
-        compare({"a": {}}, dir=tmp_path / "none", **kw)
-    study = compare({"a": {}}, eval_every=Samples(128), dir=tmp_path / "d", **kw)
-    for r in study.runs:  # tuning runs too
-        seen = [v for v in r["curve"]["eval_sampled"] if v is not None]
-        assert len(seen) == 6
-        row = (study.tuning() if r["phase"] == "tune" else study.frame()).query(
-            f"seed == {r['seed']} and `optimizer.lr` == {r['overrides']['optimizer.lr']}"
-        )
-        assert row["mean_eval_sampled"].item() == pytest.approx(np.mean(seen))
-    assert set(study.frame()["optimizer.lr"]) == {0.1}
-    value = study.table().frame["value"].item()
-    assert value == pytest.approx(study.frame()["mean_eval_sampled"].mean())
-    assert study.plot().axes[0].get_ylabel() == "eval sampled"
-    page = study.report(tmp_path / "r.html").read_text()
-    assert page.count("data:image/png;base64,") == 3 and "mean_eval_sampled" in page
-    last_only = {k: v for k, v in kw.items() if k != "metric"}
-    plain = compare({"a": {}}, eval_every=Samples(128), dir=tmp_path / "p", **last_only)
-    tuned = [r for r in plain.runs if r["phase"] == "tune"]
-    assert all(sum(v is not None for v in r["curve"]["eval_sampled"]) == 2 for r in tuned)
 
 
 def test_a_diffusion_policy_is_compared_like_any_other(tmp_path):
     from grpo_nb.applications.motion import motion_config, reach, reach_policy, reach_tasks
     from grpo_nb.core import seeded
-    from grpo_nb.trainer import GRPO
 
     def make(config, reduce="sum"):
         policy = reach_policy(config.seed, steps=5, reduce=reduce)
@@ -956,13 +894,8 @@ def test_a_diffusion_policy_is_compared_like_any_other(tmp_path):
 
 
 def test_a_variant_about_rewards_is_judged_by_the_base(tmp_path):
-    arms = {
-        "base": {"optimizer.lr": 0.0},
-        "longer": {
-            "optimizer.lr": 0.0,
-            "rewards.functions.long": {"reward": "length_target", "target": 8},
-        },
-    }
+    long = {"rewards.functions.long": {"reward": "length_target", "target": 8}}
+    arms = {"base": {"optimizer.lr": 0.0}, "longer": long | {"optimizer.lr": 0.0}}
     study = compare(arms, BASE, seeds=[0], budget=Steps(1), dir=tmp_path)
     a, b = study.frame()["eval_sampled"]
     assert a == b  # nothing was learned, and the second reward does not count
@@ -970,89 +903,55 @@ def test_a_variant_about_rewards_is_judged_by_the_base(tmp_path):
     assert rewards[1] > rewards[0]
 
 
-def test_a_run_that_was_cut_goes_on_from_its_checkpoint(tmp_path):
-    spec = Spec(
-        {"a": {}}, base_tree(BASE), [0], Steps(4), eval_every=Steps(1), dir=tmp_path / "cut"
-    )
-    job = make_job(spec, "a", 0)
+def test_a_run_that_was_cut_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    def job(folder):
+        spec = Spec({"a": {}}, BASE, [0], Steps(4), eval_every=Steps(1), dir=tmp_path / folder)
+        return plan_runs(spec, {"a": {}})[0]
 
-    from grpo_nb import trainer
+    step, count = GRPO.step, []
 
-    old, count = trainer.GRPO.step, []
-
-    def step(self, *args, **kw):
+    def interrupted(self, *args, **kw):
         count.append(1)
         if len(count) == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        return old(self, *args, **kw)
+        return step(self, *args, **kw)
 
-    trainer.GRPO.step = step
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_job(job)
-        assert not os.path.exists(os.path.join(job["dir"], "result.json"))
-        done = len(count)
-        again = run_job(job)
-        assert again["status"] == "done", again["error"]
-        assert len(count) - done <= 4 - 1  # the first steps were not repeated
-    finally:
-        trainer.GRPO.step = old
-    whole = run_job(
-        make_job(
-            Spec(
-                {"a": {}}, base_tree(BASE), [0], Steps(4), eval_every=Steps(1), dir=tmp_path / "w"
-            ),
-            "a",
-            0,
-        )
-    )
-    for k, v in whole["curve"].items():
-        if k in ("reward", "eval_sampled", "n_rollouts_generated", "grad_norm", "step"):
-            assert v == again["curve"][k], k
-
-
-def test_recipes_with_and_without_a_compare_block(capsys):
-    config, block = read_recipe("data:recipes/quickstart.yaml", ["optimizer.lr=5e-5"])
-    assert config.optimizer.lr == 5e-5 and set(block["variants"]) and block["budget"]
-    assert read_recipe(data_path("recipes/smollm2.yaml"))[1] == {}
-    with pytest.raises(ValueError, match="No recipe at"):
-        read_recipe("nowhere.yaml")
-    assert main(["compare", str(data_path("recipes/smollm2.yaml"))]) == 2
-    assert "no compare block" in capsys.readouterr().err
-
-
-def test_a_study_without_curves_still_reports(tmp_path):
-    broken = {"a": lambda s, d: Fake(s, crash_at=1), "b": lambda s, d: Fake(s, crash_at=1)}
-    with pytest.warns(UserWarning, match="(?s)Every run failed; the first one: .*is <not> finite"):
-        study = compare(broken, seeds=2, budget=Steps(2), dir=tmp_path / "d")
-    assert "4 of 4 runs failed" in str(study.table())
-    assert "Failed runs" in study.report(tmp_path / "r.html").read_text()
-    assert isinstance(study, Study) and len(study.curves()) == 0
+    monkeypatch.setattr(GRPO, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(job("cut"))
+    assert not (job("cut").dir / "result.json").exists()
+    done = len(count)
+    again = run_job(job("cut"))
+    assert again["status"] == "done", again["error"]
+    assert len(count) - done <= 4 - 1  # the first steps were not repeated
+    whole = run_job(job("whole"))
+    for k in ("reward", "eval_sampled", "n_rollouts_generated", "grad_norm", "step"):
+        assert whole["curve"][k] == again["curve"][k], k
 
 
 SLEEPERS = """
 import os, sys, time
-from grpo_nb.lab.study import Steps, compare
+from grpo_nb.lab.budgets import Steps
+from grpo_nb.lab.compare import compare
 
 class Sleeper:
-    def __init__(self, seed):
-        self.history = []
+    history, callbacks = [], []
+    def __init__(self, where):
+        self.where = where
     def fit(self, steps):
-        open(os.path.join(sys.argv[1], f"pid-{os.getpid()}"), "w").close()
+        open(os.path.join(self.where, f"pid-{os.getpid()}"), "w").close()
         time.sleep(600)
     def evaluate(self):
         return {"eval_sampled": 0.5}
 
 if __name__ == "__main__":
-    where = sys.argv[1]
-    def arm(seed, dir, where=where):
-        sys.argv[1:] = [where]
-        return Sleeper(seed)
-    compare({"a": arm}, seeds=2, budget=Steps(1), dir=os.path.join(where, "d"), workers=2)
+    def make(config, where=sys.argv[1]):
+        return Sleeper(where)
+    compare({"a": {}}, make=make, seeds=2, budget=Steps(1), dir=sys.argv[1] + "/d", workers=2)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_worker_outlives_the_study(tmp_path, how):
     script = tmp_path / "sleepers.py"
     script.write_text(SLEEPERS)
@@ -1073,3 +972,4 @@ def test_no_worker_outlives_the_study(tmp_path, how):
     while any(map(alive, workers())) and time.monotonic() < wait:
         time.sleep(0.1)
     assert not any(map(alive, workers()))
+    assert not list(tmp_path.glob("d/*/result.json"))  # being ended is no result

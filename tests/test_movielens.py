@@ -13,7 +13,8 @@ import torch
 from grpo_nb.advantages import AdvantageConfig, Gate, compute_advantages, spread_to_tokens
 from grpo_nb.applications import movielens as ml
 from grpo_nb.core import concat, seeded
-from grpo_nb.lab.study import Samples, compare, set_keys
+from grpo_nb.lab.budgets import Samples
+from grpo_nb.lab.compare import compare
 from grpo_nb.list_parsing import ListParser, normalise_title, parse_rollout, read_item
 from grpo_nb.losses import LossConfig
 from grpo_nb.policies.tokens import TokenPolicy
@@ -239,7 +240,7 @@ def test_the_study_tunes_on_other_users_and_keeps_numbers_only(task, folder, tmp
     import safe_ranking as films
 
     monkeypatch.setattr(films, "VALIDATION", 20)
-    small = {"tasks.train": str(folder), "train_batch_size": 2, "num_generations": 2}
+    small = {"train_batch_size": 2, "num_generations": 2}
     arms = {
         "GRPO": {"rewards.functions": {"safe": {"variant": "exp_inf"}}},
         "GDPO": {"advantage.mode": "gdpo", "rewards.functions": {"relevance": {}, "safety": {}}},
@@ -249,7 +250,7 @@ def test_the_study_tunes_on_other_users_and_keeps_numbers_only(task, folder, tmp
         films, "film_scores", lambda trainer: asked.append(trainer.eval_tasks) or scores(trainer)
     )
     how = {
-        "base": set_keys(films.BASE, small),
+        "base": films.BASE | {"tasks": films.BASE["tasks"] | {"train": str(folder)}} | small,
         "seeds": [0],
         "budget": Samples(4),
         "tune": {"optimizer.lr": [1e-3, 3e-3]},
