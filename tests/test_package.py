@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-OWN_PROCESSES = ("reward_workers.py", "study.py")  # they start the senders
+OWN_PROCESSES = ("reward_workers.py", "runs.py")  # they start the senders
 PURE = ["core", "advantages", "losses", "filter_groups"]
 
 
@@ -87,6 +87,12 @@ for name in sys.argv[1:]:
         text=True,
     )
     assert p.returncode == 0, p.stderr
+
+
+def test_the_package_can_be_run():
+    command = [sys.executable, "-m", "grpo_nb", "config", "steps=3"]
+    p = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert p.returncode == 0 and "steps: 3  #" in p.stdout, p.stderr
 
 
 def test_nothing_is_unpickled():

@@ -274,11 +274,9 @@ def duplicate_variants(
     found = {}
     for name, keys in spec.variants.items():
         own, options = make_options(keys) if spec.make else (keys, {})
-        for k, p in inspect.signature(spec.make).parameters.items() if options else ():
-            if (
-                options.get(k, p.empty) == p.default
-            ):  # a keyword that is written out may be the default
-                del options[k]
+        if options:  # a keyword that is written out may be the default
+            known = inspect.signature(spec.make).parameters
+            options = {k: v for k, v in options.items() if k not in known or known[k].default != v}
         config = config_tree(run_config(spec.base, own, 0, spec.budget))
         left = [k for k in spec.tune if k not in keys]
         found.setdefault(digest(plain([config, options, left])), []).append(name)
@@ -286,9 +284,11 @@ def duplicate_variants(
 
 # %% ../../nbs/lab/07_compare.ipynb #814a6550
 def source_of(
-    function: Callable,
+    function: Callable,  # or a class: its methods
 ) -> str:
     "The source of a function, independent of its formatting; its name where there is no source."
+    if inspect.isclass(function):
+        return "\n".join(map(source_of, filter(inspect.isfunction, vars(function).values())))
     try:
         text = textwrap.dedent(inspect.getsource(function)).strip()
     except (OSError, TypeError):

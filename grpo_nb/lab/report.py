@@ -343,7 +343,7 @@ def plot(
     for name in (column, metric):
         if name not in curves:
             raise ValueError(unknown_name("column", name, list(curves)))
-    fig, (ax,) = make_figure(row_height=2.8) if ax is None else (ax.figure, (ax,))
+    fig, (ax,) = make_figure(width=9, row_height=3.4) if ax is None else (ax.figure, (ax,))
     for i, name in enumerate(shown):
         parts = [
             p[[column, metric]].astype(float).dropna()

@@ -145,6 +145,11 @@ class Study:
         "Everything that some run has recorded."
         return {k for r in self.runs for k in r.get("curve") or ()}
 
+    @property
+    def tuned(self) -> dict[str, list]:
+        "Keys that were tuned, and the values that were tried."
+        return (self.spec["tune"] or {}).get("values", {})
+
     def save(
         self,
         path: str | Path,  # a JSON file
@@ -238,12 +243,6 @@ def at_the_edge(
     "Whether a better value may lie outside: the smallest or largest of several numbers was chosen."
     numbers = all(isinstance(v, Real) and not isinstance(v, bool) for v in values)
     return numbers and len(set(values)) > 1 and chosen in (min(values), max(values))
-
-
-@patch(as_prop=True)
-def tuned(self: Study) -> dict[str, list]:
-    "Keys that were tuned, and the values that were tried."
-    return (self.spec["tune"] or {}).get("values", {})
 
 
 @patch
