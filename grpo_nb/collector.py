@@ -589,35 +589,28 @@ def _report(self: GroupCollector, rollout: Rollout, decision: GroupDecision | No
         for line in lines + more * (self.status == "open"):
             log.info(line)
 
-# %% ../nbs/method/02_collector.ipynb #0e172797
+# %% ../nbs/method/02_collector.ipynb #9757a045
 @patch
-def take(
-    self: GroupCollector,
-    partial: bool = False,  # hand over what there is, whatever the limit says
-) -> Collected:
+def take(self: GroupCollector) -> Collected:
     "Close the step: a full batch, or what `on_cap` asks for."
-    if self.status == "closed":
-        raise ValueError("No step is open: begin() and add generation batches first.")
-    if self.status == "open" and not partial:
-        raise ValueError(
-            f"{self.train_batch_size - self.num_held} of {self.train_batch_size} groups are missing: generate {self.needed} more prompts, "
-            "or take(partial=True)."
-        )
     if self.status == "full":
         return self._close("full")
+    if self.status != "cap":
+        raise ValueError(
+            f"The step is {self.status}, with {self.num_held} of {self.train_batch_size} groups: add generation batches "
+            "until it is full, or finish() it at the end of the data."
+        )
     message = cap_message(self.tally, self.num_held, self.train_batch_size)
-    if self.status == "cap":
-        if self.config.on_cap == "raise" and not partial:
-            raise FilterCapError(message)
-        self.warn({"cap": message})
-    partial = partial or self.config.on_cap == "train_partial"
-    return self._close("partial" if partial else "skipped")
+    if self.config.on_cap == "raise":
+        raise FilterCapError(message)
+    self.warn({"cap": message})
+    return self._close("partial" if self.config.on_cap == "train_partial" else "skipped")
 
-# %% ../nbs/method/02_collector.ipynb #9dacd772
+# %% ../nbs/method/02_collector.ipynb #896d0e9c
 @patch
 def finish(self: GroupCollector) -> Collected:
     "Close the step at the end of the data: a partial batch is trained on or dropped, and counted."
-    if self.status in ("closed", "full"):
+    if self.status != "open":
         return self.take()
     train = self.config.on_end == "train_partial" and self.num_held
     if self.num_held and not train and self.config.surplus == "drop":

@@ -10,7 +10,7 @@ __all__ = ['REASONS', 'SINGLES', 'METRICS', 'RULES', 'varies', 'as_columns', 'co
            'combined_advantage', 'decide', 'filter_values', 'p_dead', 'prob_unfilled', 'expected_gen_batches',
            'Recommendation', 'recommend', 'adaptive_cap', 'next_batch_size']
 
-# %% ../nbs/method/01_filter_groups.ipynb #64f584eb
+# %% ../nbs/method/01_filter_groups.ipynb #d1e1265e
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -232,7 +232,7 @@ def metric_column(
         )
     return x.double()
 
-# %% ../nbs/method/01_filter_groups.ipynb #485bd466
+# %% ../nbs/method/01_filter_groups.ipynb #be6eb04e
 def _plain_numbers(name: str, column: Any) -> np.ndarray:
     "A list or array as float64; texts and mappings are refused by name."
     array = np.asarray(column)
@@ -310,7 +310,7 @@ def resolve_metric(
     known = {*rollout.reward_names, *rollout.info, *derived}
     raise UnknownFilterMetric(unknown_name("filter metric", metric, known))
 
-# %% ../nbs/method/01_filter_groups.ipynb #d4c7e4b9
+# %% ../nbs/method/01_filter_groups.ipynb #081fd2c7
 @configuration
 class FilterGroupsConfig:
     "How groups are filtered and how a batch is filled."

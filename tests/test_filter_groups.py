@@ -458,14 +458,14 @@ def test_the_trainer_may_count_versions_itself():
 def test_every_state_refuses_what_does_not_fit_it():
     c = GroupCollector(FilterGroupsConfig(**QUIET), 1)
     for call in (c.take, c.finish):
-        with pytest.raises(ValueError, match="No step is open"):
+        with pytest.raises(ValueError, match="The step is closed"):
             call()
     with pytest.raises(ValueError, match="the step is closed"):
         c.add(groups_of(LIVE))
     c.begin()
     with pytest.raises(ValueError, match="open already"):
         c.begin()
-    with pytest.raises(ValueError, match="1 of 1 groups are missing"):
+    with pytest.raises(ValueError, match="The step is open, with 0 of 1 groups"):
         c.take()
     with pytest.raises(ValueError, match="empty generation batch"):
         c.add(groups_of(LIVE)[:0])

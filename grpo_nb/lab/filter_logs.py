@@ -205,7 +205,7 @@ def _step_summary(step: dict, rows: list[dict]) -> dict:
         "issues": "; ".join(issues),
     }
 
-# %% ../../nbs/lab/02_filter_logs.ipynb #24a782be
+# %% ../../nbs/lab/02_filter_logs.ipynb #82c91b5c
 def _log_summary(rows: list[dict], steps: list[dict], num_lines: int, unread: int) -> dict:
     "The whole log in numbers."
     names = ("num_gen_batches", "prompts", "filtered", "kept", "missing_batches")

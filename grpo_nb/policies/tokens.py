@@ -196,7 +196,7 @@ def decode(
     rows = [ids[keep].tolist() for ids, keep in zip(ids_NS, keep_NS)]
     return self.tokenizer.batch_decode(rows, skip_special_tokens=False)
 
-# %% ../../nbs/method/03_policies.tokens.ipynb #5dcb07f5
+# %% ../../nbs/method/03_policies.tokens.ipynb #290d1b8d
 @patch
 @torch.no_grad()
 def sample(
