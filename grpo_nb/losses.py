@@ -9,7 +9,7 @@ __all__ = ['POLICY_LOSSES', 'LOG_RATIO_MAX', 'PPO_CLIP', 'LEVELS', 'GSPO_CLIP', 
            'covariance', 'top_covariance', 'band_covariance', 'window_counts', 'aggregate', 'kl_penalty',
            'high_entropy_mask', 'off_policy_keep', 'Metric', 'report', 'clip_metrics', 'LossConfig', 'policy_loss']
 
-# %% ../nbs/method/01_losses.ipynb #b16d417d
+# %% ../nbs/method/01_losses.ipynb #ce62b549
 import inspect
 import math
 import warnings
@@ -23,7 +23,7 @@ from torch import Tensor
 from .config import Count, Finite, NonNegative, Positive, configuration, number_in, one_of
 from .core import Registry, masked_mean, masked_sum
 
-# %% ../nbs/method/01_losses.ipynb #f8e783aa
+# %% ../nbs/method/01_losses.ipynb #fd2bf605
 def _steps(x: Tensor, mask_NS: Tensor) -> Tensor:
     "`x` of shape (N,), (N, 1) or (N, S) as (N, 1) or (N, S), in float32 at least."
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
@@ -44,7 +44,7 @@ def apply_mask(
     "`x` at every step that counts and exactly 0 elsewhere, with gradient 0 there."
     return torch.where(mask_NS.bool(), _steps(x, mask_NS), 0.0)
 
-# %% ../nbs/method/01_losses.ipynb #b430361f
+# %% ../nbs/method/01_losses.ipynb #a3a92e59
 POLICY_LOSSES = Registry("policy loss")
 LOG_RATIO_MAX = 20.0  # log ratios above count as this in `exp`
 
@@ -55,7 +55,7 @@ def to_ratio(
     "`exp` that cannot overflow; at the bound its gradient is 0."
     return log_ratio_NS.clamp(max=LOG_RATIO_MAX).exp()
 
-# %% ../nbs/method/01_losses.ipynb #8cc2dfae
+# %% ../nbs/method/01_losses.ipynb #55d54bce
 @configuration
 class Clip:
     "Bounds of the ratio around 1."
@@ -76,7 +76,7 @@ class Clip:
         "Least and greatest ratio that is not clipped."
         return 1 - self.low, 1 + self.upper
 
-# %% ../nbs/method/01_losses.ipynb #dea9a65d
+# %% ../nbs/method/01_losses.ipynb #0db06e31
 PPO_CLIP = Clip(0.2)
 
 
@@ -91,7 +91,7 @@ def ppo(log_ratio_NS, advantage_NS, clip=PPO_CLIP, ratio_max=None):
         return loss_NS
     return torch.where(advantage_NS < 0, loss_NS.minimum(-advantage_NS * clip.dual), loss_NS)
 
-# %% ../nbs/method/01_losses.ipynb #8eaae1f5
+# %% ../nbs/method/01_losses.ipynb #fa0675c4
 @POLICY_LOSSES.register()
 def cispo(log_ratio_NS, advantage_NS, logp_NS, ratio_max=5.0, ratio_min=0.0):
     "Policy gradient weighted by the ratio, clipped to [ratio_min, ratio_max]."
@@ -103,7 +103,7 @@ def cispo(log_ratio_NS, advantage_NS, logp_NS, ratio_max=5.0, ratio_min=0.0):
     weight_NS = to_ratio(log_ratio_NS).clamp(ratio_min, ratio_max).detach()
     return -weight_NS * advantage_NS * logp_NS
 
-# %% ../nbs/method/01_losses.ipynb #d3d9133b
+# %% ../nbs/method/01_losses.ipynb #5e7daf74
 def _by_sign(advantage_NS: Tensor, positive: float, negative: float) -> Tensor:
     "An option that differs between advantages >= 0 and < 0."
     return torch.where(advantage_NS >= 0, advantage_NS.new_tensor(positive), negative)
@@ -117,7 +117,7 @@ def sapo(log_ratio_NS, advantage_NS, tau_pos=1.0, tau_neg=1.05):
     tau_NS = _by_sign(advantage_NS, tau_pos, tau_neg)
     return -advantage_NS * torch.sigmoid(tau_NS * (to_ratio(log_ratio_NS) - 1)) * 4 / tau_NS
 
-# %% ../nbs/method/01_losses.ipynb #e25a07db
+# %% ../nbs/method/01_losses.ipynb #63b4e7c0
 @POLICY_LOSSES.register("reinforce", "gpg")
 def reinforce(log_ratio_NS, advantage_NS, logp_NS):
     "Plain policy gradient."
@@ -131,7 +131,7 @@ def dro(log_ratio_NS, advantage_NS, logp_NS, beta):
         raise ValueError(f"beta must be positive, got {beta}.")
     return 0.5 * beta * log_ratio_NS.square() - advantage_NS * logp_NS
 
-# %% ../nbs/method/01_losses.ipynb #320ef94b
+# %% ../nbs/method/01_losses.ipynb #a6a78364
 LEVELS = ("token", "sequence", "sequence_token", "item")
 
 
@@ -142,16 +142,15 @@ def at_level(
     item_NS: Tensor | None = None,  # (N, S) item ids, for level "item"
 ) -> Tensor:  # (N, S) log ratio of the unit a step belongs to
     "Average log ratios over sequences or items; the value stands at each step of the unit."
-    one_of("ratio level", level, LEVELS)
     x_NS = apply_mask(log_ratio_NS, mask_NS)
-    if level == "token":
+    if one_of("ratio level", level, LEVELS) == "token":
         return x_NS
     if level == "item":
         return item_mean(x_NS, mask_NS, item_NS)
     mean_NS = apply_mask(masked_mean(x_NS, mask_NS, 1), mask_NS)
     return mean_NS if level == "sequence" else x_NS - x_NS.detach() + mean_NS.detach()
 
-# %% ../nbs/method/01_losses.ipynb #5d8482d6
+# %% ../nbs/method/01_losses.ipynb #e1a43d84
 def item_mean(
     x_NS: Tensor,  # (N, S) values
     mask_NS: Tensor,  # (N, S) steps that count
@@ -176,7 +175,7 @@ def _item_index(item_NS, mask_NS) -> tuple[Tensor, int]:
     ids, index_NS = torch.unique(item_NS, return_inverse=True)
     return index_NS, max(len(ids), 1)
 
-# %% ../nbs/method/01_losses.ipynb #f69edb75
+# %% ../nbs/method/01_losses.ipynb #8788063d
 def unit_mask(
     mask_NS: Tensor,  # (N, S) steps that count
     level: str = "token",  # "token": all of them; "sequence...": the first of each row; "item": of each item
@@ -194,7 +193,7 @@ def unit_mask(
     first_NK = place_NS.new_full((n, width), s).scatter_reduce(1, index_NS, place_NS, "amin")
     return mask_NS & (place_NS == first_NK.gather(1, index_NS))
 
-# %% ../nbs/method/01_losses.ipynb #29569f83
+# %% ../nbs/method/01_losses.ipynb #11905774
 def log_ratio(
     logp_NS: Tensor,  # (N, S) log-probabilities now, differentiable
     old_logp_NS: Tensor,  # (N, S) log-probabilities when sampled, detached
@@ -210,7 +209,7 @@ def log_ratio(
     x_NS = _steps(logp_NS, mask_NS) - _steps(old_logp_NS, mask_NS)
     return at_level(x_NS, mask_NS, level, item_NS)
 
-# %% ../nbs/method/01_losses.ipynb #901929e1
+# %% ../nbs/method/01_losses.ipynb #a93365ff
 GSPO_CLIP = Clip(3e-4, 4e-4)
 
 
@@ -220,7 +219,7 @@ def gspo(log_ratio_NS, advantage_NS, mask_NS, clip=GSPO_CLIP):
     sequence_NS = at_level(log_ratio_NS, mask_NS, "sequence_token")
     return ppo(sequence_NS.clamp(max=10), advantage_NS, clip)
 
-# %% ../nbs/method/01_losses.ipynb #558180bb
+# %% ../nbs/method/01_losses.ipynb #dc6d161b
 GMPO_CLIP = Clip(0.4)
 
 
@@ -235,7 +234,7 @@ def geo_mean(log_ratio_NS, advantage_NS, mask_NS, clip=GMPO_CLIP, weight_NS=None
         loss_N = loss_N * masked_mean((weight_NS + 1e-10).log(), mask_NS, 1).exp()
     return apply_mask(loss_N, mask_NS)
 
-# %% ../nbs/method/01_losses.ipynb #55cb1705
+# %% ../nbs/method/01_losses.ipynb #081b277d
 @POLICY_LOSSES.register()
 def vespo(
     log_ratio_NS: Tensor,  # (N, S) log ratio at token level
@@ -260,7 +259,7 @@ def vespo(
     phi_NS = (lambda_NS + k_NS * log_w_N1 - lambda_NS * log_w_N1.exp()).exp()
     return -phi_NS * advantage_NS * logp_NS
 
-# %% ../nbs/method/01_losses.ipynb #2ec80f96
+# %% ../nbs/method/01_losses.ipynb #31964dc5
 @POLICY_LOSSES.register()
 def dppo_tv(log_ratio_NS, advantage_NS, logp_NS, old_logp_NS, low=0.2, high=None, ratio_max=20.0):
     "Policy gradient where the probability rose by at most `high` (advantage > 0) or fell by at most `low`."
@@ -270,7 +269,7 @@ def dppo_tv(log_ratio_NS, advantage_NS, logp_NS, old_logp_NS, low=0.2, high=None
     weight_NS = torch.where(trusted_NS, to_ratio(log_ratio_NS).clamp(max=ratio_max), 0.0).detach()
     return -weight_NS * advantage_NS * logp_NS
 
-# %% ../nbs/method/01_losses.ipynb #c38c8f68
+# %% ../nbs/method/01_losses.ipynb #11010f2a
 @POLICY_LOSSES.register()
 def dppo_kl(log_ratio_NS, advantage_NS, logp_NS, old_logp_NS, low=0.05, high=None, ratio_max=20.0):
     "The same with a bound on the KL of (this token, all others)."
@@ -283,7 +282,7 @@ def dppo_kl(log_ratio_NS, advantage_NS, logp_NS, old_logp_NS, low=0.05, high=Non
     weight_NS = torch.where(trusted_NS, to_ratio(log_ratio_NS).clamp(max=ratio_max), 0.0).detach()
     return -weight_NS * advantage_NS * logp_NS
 
-# %% ../nbs/method/01_losses.ipynb #08e631d8
+# %% ../nbs/method/01_losses.ipynb #2fea43b9
 @POLICY_LOSSES.register()
 def clip_cov(log_ratio_NS, advantage_NS, selected_NS, clip=PPO_CLIP):
     "Clipped surrogate without the selected steps (of `band_covariance`)."
@@ -296,7 +295,7 @@ def kl_cov(log_ratio_NS, advantage_NS, selected_NS, coef=1.0):
     pull_NS = torch.where(selected_NS, coef * log_ratio_NS.abs(), 0.0)
     return -advantage_NS * to_ratio(log_ratio_NS) + pull_NS
 
-# %% ../nbs/method/01_losses.ipynb #8f2ba2cc
+# %% ../nbs/method/01_losses.ipynb #e66966a6
 def covariance(
     logp_NS: Tensor,  # (N, S) log-probabilities
     advantage: Tensor,  # (N,) or (N, S)
@@ -322,7 +321,7 @@ def top_covariance(
         .view_as(cov_NS)
     )
 
-# %% ../nbs/method/01_losses.ipynb #2e080a18
+# %% ../nbs/method/01_losses.ipynb #b5c1caa7
 def band_covariance(
     cov_NS: Tensor,  # (N, S) of `covariance`
     low: float = 1.0,  # covariance above which a step may be selected
@@ -346,7 +345,7 @@ def band_covariance(
         found = found[order[:most].to(found.device)]
     return torch.zeros_like(free_NS).flatten().index_fill(0, found, True).view_as(free_NS)
 
-# %% ../nbs/method/01_losses.ipynb #cd2c3538
+# %% ../nbs/method/01_losses.ipynb #903a11e2
 AGGREGATIONS = Registry("aggregation")  # f(loss_NS, mask_NS, tokens, rows, max_length, item_NS)
 
 
@@ -359,7 +358,7 @@ def _token_mean(loss_NS, mask_NS, tokens, rows, **_):
 @AGGREGATIONS.register("seq_mean_token_mean", "grpo", "seq-mean-token-mean")
 def _seq_mean_token_mean(loss_NS, mask_NS, tokens, rows, **_):
     "arXiv 2402.03300, eq. 3"
-    return (loss_NS * (1 / _length(mask_NS))).sum() / rows
+    return (loss_NS * (1 / mask_NS.sum(1, keepdim=True).clamp(min=1))).sum() / rows
 
 
 @AGGREGATIONS.register("seq_mean_token_sum", "seq_sum", "luspo", "seq-mean-token-sum")
@@ -367,12 +366,7 @@ def _seq_mean_token_sum(loss_NS, mask_NS, tokens, rows, **_):
     "rows weigh by length; with a sequence ratio this is LUSPO's mean of length * loss"
     return loss_NS.sum() / rows
 
-
-def _length(mask_NS) -> Tensor:
-    "Steps of each row, at least 1: (N, 1)."
-    return mask_NS.sum(1, keepdim=True).clamp(min=1)
-
-# %% ../nbs/method/01_losses.ipynb #4853d76e
+# %% ../nbs/method/01_losses.ipynb #7ddc33b8
 @AGGREGATIONS.register("dr_grpo", "seq-mean-token-sum-norm")
 def _dr_grpo(loss_NS, mask_NS, tokens, rows, max_length=None, **_):
     "arXiv 2503.20783: a constant length, not the padded width"
@@ -403,7 +397,7 @@ def _bnpo(loss_NS, mask_NS, tokens, rows, **_):
     "tokens of the micro-batch: depends on the split, for ablation"
     return loss_NS.sum() / mask_NS.sum().clamp(min=1)
 
-# %% ../nbs/method/01_losses.ipynb #17cc6860
+# %% ../nbs/method/01_losses.ipynb #df079c21
 def window_counts(
     mask_NS: Tensor,  # (N, S) steps that count, of the whole window
     kl_mask_NS: Tensor | None = None,  # (N, S) steps that get the KL term; None: mask_NS
@@ -433,7 +427,7 @@ def aggregate(
         loss_NS, mask_NS, tokens, rows, max_length=max_length, item_NS=item_NS
     )
 
-# %% ../nbs/method/01_losses.ipynb #c8d657fe
+# %% ../nbs/method/01_losses.ipynb #6c4c3bd2
 KL_KINDS = Registry("KL kind")
 KL_KINDS.register("k1", "kl")(lambda d_NS: -d_NS)
 KL_KINDS.register("k2", "mse")(lambda d_NS: 0.5 * d_NS.square())
@@ -464,7 +458,7 @@ def kl_penalty(
         kl_NS = kl_NS * to_ratio(apply_mask(log_ratio_NS, mask_NS))
     return kl_NS
 
-# %% ../nbs/method/01_losses.ipynb #c864f4fc
+# %% ../nbs/method/01_losses.ipynb #cf882c8e
 def high_entropy_mask(
     entropy_NS: Tensor,  # (N, S) entropies of the whole window
     mask_NS: Tensor,  # (N, S) steps that count
@@ -494,7 +488,7 @@ def off_policy_keep(
     keep_NS = (apply_mask(advantage, mask_NS) >= 0) | (drift_N <= threshold)[:, None]
     return apply_mask(keep_NS.to(drift_NS.dtype), mask_NS)
 
-# %% ../nbs/method/01_losses.ipynb #7d1ae6b3
+# %% ../nbs/method/01_losses.ipynb #1a318d72
 class Metric(NamedTuple):
     "One number of a micro-batch, kept so that those of a window combine exactly."
 
@@ -529,7 +523,7 @@ def report(
             out[name] = x if kind == "sum" or math.isfinite(x) else math.nan
     return out
 
-# %% ../nbs/method/01_losses.ipynb #5bef2325
+# %% ../nbs/method/01_losses.ipynb #5a8a4176
 def clip_metrics(
     log_ratio_NS: Tensor,  # (N, S) log ratio
     advantage: Tensor,  # (N,) or (N, S)
@@ -562,7 +556,7 @@ def _extreme(kind: str, x: Tensor, mask: Tensor) -> Metric:
     x = torch.cat([torch.where(mask, x, empty).flatten(), x.new_full((1,), empty)])
     return Metric(kind, x.min() if kind == "min" else x.max())
 
-# %% ../nbs/method/01_losses.ipynb #06b6479d
+# %% ../nbs/method/01_losses.ipynb #1a4e39ec
 @configuration
 class LossConfig:
     "What is minimised in an update."
@@ -615,7 +609,7 @@ class LossConfig:
         dual = {} if a["clip"].dual is None else {"clip/dual": a["clip"].dual}
         return {"clip/low": low, "clip/high": high} | dual
 
-# %% ../nbs/method/01_losses.ipynb #72fb17cf
+# %% ../nbs/method/01_losses.ipynb #7f0e9b80
 _ROW_LOSSES = ("gspo", "geo_mean", "gmpo", "vespo")  # these average the ratio themselves
 
 
@@ -642,7 +636,7 @@ def _warn_by_length(config: LossConfig):
             stacklevel=3,
         )
 
-# %% ../nbs/method/01_losses.ipynb #6bc1c190
+# %% ../nbs/method/01_losses.ipynb #c15d6eac
 def _policy_term(config, log_ratio_NS, advantage, mask_NS, **tensors) -> Tensor:
     "Loss of each step, weighted (N, S). Of `tensors`, the policy loss gets what it asks for."
     f = POLICY_LOSSES[config.policy_loss]
@@ -674,7 +668,7 @@ def _kl_term(config, logp_NS, old_logp_NS, ref_logp_NS, mask_NS, item_NS) -> Ten
         weight = log_ratio(logp_NS, old_logp_NS, mask_NS, config.level, item_NS)
     return kl_penalty(logp_NS, ref_logp_NS, config.kl_kind, mask_NS, weight)
 
-# %% ../nbs/method/01_losses.ipynb #915e40c4
+# %% ../nbs/method/01_losses.ipynb #c579f478
 def _ratio_metrics(config, log_ratio_NS, advantage, mask_NS, item_NS) -> dict[str, Metric]:
     "Ratio extremes and values in units of its level, drift from the old policy, clip shares."
     level = "sequence" if config.policy_loss == "gspo" else config.level
@@ -696,7 +690,7 @@ def _ratio_metrics(config, log_ratio_NS, advantage, mask_NS, item_NS) -> dict[st
     bounds = (b["clip/low"], b["clip/high"])
     return out | clip_metrics(x_NS, advantage, unit_NS, bounds, b.get("clip/dual"))
 
-# %% ../nbs/method/01_losses.ipynb #e2ae457a
+# %% ../nbs/method/01_losses.ipynb #295baa44
 def policy_loss(
     logp_NS: Tensor,  # (N, S) log-probabilities now, differentiable
     old_logp_NS: Tensor | None,  # (N, S) stored at sampling; None: on-policy, the ratio is 1

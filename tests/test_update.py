@@ -2,14 +2,13 @@
 
 import math
 import socket
-import warnings
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.core import Rollout, concat, seeded
+from grpo_nb.core import Rollout, seeded
 from grpo_nb.losses import LossConfig
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import Taskset, data_path
@@ -159,62 +158,36 @@ def test_schemes_agree_at_one_epoch_and_differ_at_three():
     assert not torch.equal(end("fixed", 3), end("progressive", 3))
 
 
+@pytest.mark.filterwarnings("ignore:scheme='reference'")
 def test_reference_equals_fixed_in_the_very_first_step_only():
     "The fault is invisible while the policy is the reference."
-    policy, r, adv = case()
-    reference = Table()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        update(
-            policy, r, adv, torch.optim.SGD(policy.parameters(), 0.5),
-            UpdateConfig(scheme="reference"), reference,
-        )  # fmt: skip
-        assert torch.equal(policy.logits.detach(), run(UpdateConfig())[0])
-        both = []
-        for scheme in ("reference", "fixed"):
-            moved = Table()
-            moved.logits.data = policy.logits.detach() + torch.tensor([1.0, 0, 0, 0]).double()
-            r2 = moved.sample([0, 1, 2], 6, seeded(1, "sampling"))
-            config = UpdateConfig(scheme=scheme)
-            sgd = torch.optim.SGD(moved.parameters(), 0.5)
-            row = update(moved, r2, adv, sgd, config, reference).rows[0]
-            both.append((moved.logits.detach(), row))
-    assert not torch.equal(both[0][0], both[1][0])
-    assert both[0][1]["ratio/max"] > 1.1 and both[1][1]["ratio/max"] == 1
-    assert both[0][1]["clip_ratio/region_mean"] > 0 == both[1][1]["clip_ratio/region_mean"]
-    assert both[0][1]["kl_old/k3"] == both[1][1]["kl_old/k3"] == 0  # the sampler is the policy
-
-
-@pytest.mark.parametrize("gain", [0.18])
-def test_progressive_drift_is_the_product_of_its_ratios(gain):
-    "A log ratio of 0.18 per epoch is never clipped there; to the sampler it adds up to 0.9."
-    from grpo_nb.losses import policy_loss, report
-
-    old, one = torch.tensor([[-3.0]], dtype=torch.float64), torch.ones(1, 1)
-    step = lambda now, anchor: report(policy_loss(now, anchor, torch.ones(1), one)[1])
-    lp = [old + gain * e for e in range(6)]
-    for e in range(1, 6):
-        row = step(lp[e], lp[e - 1])
-        assert row["ratio/q50"] == pytest.approx(1.1972, abs=1e-4)
-        assert row["clip_ratio/high_mean"] == 0
-    assert step(lp[5], old)["ratio/q50"] == pytest.approx(2.4596, abs=1e-4)
-    assert step(lp[2], old)["ratio/q50"] == pytest.approx(1.4333, abs=1e-4)
-    assert [step(x, old)["clip_ratio/high_mean"] for x in lp] == [0, 0, 1, 1, 1, 1]
-    assert (1 + 0.2) ** 5 == pytest.approx(2.488, abs=1e-3)
+    same = run(UpdateConfig(scheme="reference"), reference=Table())[0]
+    assert torch.equal(same, run(UpdateConfig())[0])
+    both = {}
+    for scheme in ("reference", "fixed"):
+        moved = Table()
+        moved.logits.data += torch.tensor([1.0, 0, 0, 0]).double()
+        r = moved.sample([0, 1, 2], 6, seeded(1, "sampling"))
+        sgd = torch.optim.SGD(moved.parameters(), 0.5)
+        both[scheme] = update(moved, r, case()[2], sgd, UpdateConfig(scheme=scheme), Table()).rows[
+            0
+        ]
+    wall, right = both["reference"], both["fixed"]
+    assert wall["ratio/max"] > 1.1 and right["ratio/max"] == 1
+    assert wall["clip_ratio/region_mean"] > 0 == right["clip_ratio/region_mean"]
+    assert wall["kl_old/k3"] == right["kl_old/k3"] == 0  # the sampler is the policy
 
 
 def test_two_updates_of_one_epoch_are_one_of_two():
-    for scheme in GOOD[:1]:
-        ends = []
-        for calls in ((3,), (1, 1, 1), (2, 1)):
-            policy, r, adv = case()
-            opt, g = torch.optim.AdamW(policy.parameters(), 0.05), seeded(0, "mb")
-            for i, k in enumerate(calls):
-                tol = None if i else 1e-4
-                config = UpdateConfig(k, minibatch_size=6, scheme=scheme, check_tol=tol)
-                update(policy, r, adv, opt, config, generator=g)
-            ends.append(policy.logits.detach())
-        assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+    ends = []
+    for calls in ((3,), (1, 1, 1), (2, 1)):
+        policy, r, adv = case()
+        opt, g = torch.optim.AdamW(policy.parameters(), 0.05), seeded(0, "mb")
+        for i, k in enumerate(calls):
+            config = UpdateConfig(k, minibatch_size=6, check_tol=None if i else 1e-4)
+            update(policy, r, adv, opt, config, generator=g)
+        ends.append(policy.logits.detach())
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
 
 
 # -------------------------------------------------------------------------------------------------- early stop
@@ -237,14 +210,6 @@ def test_the_stop_never_yields_zero_updates_and_never_steps_from_too_far(
     for i, row in enumerate(got.rows):
         assert row["stopped"] == (i >= least and row["kl_old/k3"] > 1.5 * target)
     assert bool(got.reason) == (got.done < got.planned) == got.rows[-1]["stopped"]
-
-
-def test_the_message_names_the_numbers():
-    got = run(UpdateConfig(num_epochs=30, kl_stop=KLStop(0.002, factor=2.0)))[1]
-    kl, done = got.rows[-1]["kl_old/k3"], got.done
-    assert got.reason == (
-        f"KL to the sampling policy {kl:.4g} > 2 x 0.002 after {done} updates (epoch {done}, minibatch 0)"
-    )
 
 
 def test_the_stopped_update_leaves_parameters_and_optimizer_alone():
@@ -401,6 +366,7 @@ def two_ranks():
 def test_ranks_agree(two_ranks, name):
     (z0, *a), (z1, *b) = two_ranks[name, 0], two_ranks[name, 1]
     assert torch.equal(z0, z1) and a[:3] == b[:3]
+    assert name != "uneven" or a[1] >= 1  # unequal numbers of minibatches: nobody waits
     assert a[3] == pytest.approx(b[3], nan_ok=True)
 
 
@@ -421,15 +387,3 @@ def test_ranks_refuse_and_skip_together(two_ranks):
     for rank in (0, 1):
         logits, _, done, nonfinite, _ = two_ranks["not finite", rank]
         assert (done, nonfinite) == (0, 2) and torch.equal(logits, Table().logits.detach())
-
-
-def test_ranks_with_unequal_minibatches_finish(two_ranks):
-    assert two_ranks["uneven", 0][2] >= 1
-
-
-def test_concatenated_rollouts_keep_their_groups():
-    policy, r, adv = case()
-    both = concat([r, r])
-    got = update(policy, both, torch.cat([adv, adv]), torch.optim.SGD(policy.parameters(), 0.5))
-    assert got.rows[0]["n_samples"] == 36
-    torch.testing.assert_close(policy.logits.detach(), run(UpdateConfig())[0], rtol=0, atol=1e-12)
