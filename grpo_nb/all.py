@@ -39,7 +39,10 @@ from .selectors import SELECTORS, BaseSelector, TaskSelectorConfig
 from .shares import SHARES
 from .tasks import Task, Taskset, data_path
 from .lab.record import Run, diagnose, read_trl, read_verl
-from .trainer import GRPO, GRPOConfig, build_config, check_resume, load_config
+from .config import build_config
+from .lab.recipe import GRPOConfig, load_config
+from .lab.session import check_resume
+from .trainer import GRPO
 from grpo_nb.verifiers import (
     answer_tags,
     exact_answer,

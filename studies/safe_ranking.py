@@ -36,7 +36,8 @@ from grpo_nb.ranking import (
     ranking_metrics,
     violation_matrix,
 )
-from grpo_nb.trainer import GRPO, GRPOConfig
+from grpo_nb.lab.recipe import GRPOConfig
+from grpo_nb.trainer import GRPO
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTS = Path(__file__).with_name("safe_ranking_lists.json")

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from grpo_nb import trainer
-from grpo_nb.lab import checkpoint
+from grpo_nb.lab import checkpoint, session
 from grpo_nb.lab.checkpoint import latest
+from grpo_nb.lab.recipe import load_config, open_policy, open_stream
 from grpo_nb.lab.record import is_timing, read_jsonl
 from grpo_nb.tasks import Taskset, data_path
-from grpo_nb.trainer import GRPO, load_config
+from grpo_nb.trainer import GRPO
 
 COMMON = ["run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "train_batch_size=4", "steps=8", "threads=1",
           "checkpoint.every=1", "checkpoint.seconds=0.01", "run.samples_every=1", "run.if_exists=resume"]  # fmt: skip
@@ -46,8 +46,8 @@ def make(variant, folder):
     rewards = {"length": length_mod}
     if variant in ("epochs", "workers"):
         rewards["ends"] = lambda completion, **columns: float(completion[-1:] in "0123")
-    policy = trainer.open_policy(config.policy)
-    tasks = trainer.open_stream(config)
+    policy = open_policy(config.policy)
+    tasks = open_stream(config)
     held_out = Taskset.load(data_path("tasks/middle_eval.jsonl"))
     return GRPO(policy, tasks, rewards, config, held_out)
 
@@ -130,9 +130,9 @@ def die_at(n):
 
         return g
 
-    for name in ("to_disk", "sum_of", "write_state", "seal", "pack"):
+    for name in ("to_disk", "sha256", "write_state", "seal", "pack"):
         setattr(checkpoint, name, count(getattr(checkpoint, name)))
-    trainer.prune = count(trainer.prune)
+    session.prune = count(session.prune)
 
 
 def child(*args):

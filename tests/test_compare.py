@@ -29,7 +29,8 @@ from grpo_nb.lab.runs import run_job
 from grpo_nb.lab.study import Study, at_the_edge
 from grpo_nb.statistics import bootstrap_interval, t_interval
 from grpo_nb.tasks import data_path
-from grpo_nb.trainer import GRPO, load_config
+from grpo_nb.lab.recipe import load_config
+from grpo_nb.trainer import GRPO
 
 COUNTS = {"made": 0}
 ROOT = Path(__file__).resolve().parents[1]

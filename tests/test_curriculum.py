@@ -10,11 +10,11 @@ from grpo_nb.cli import main
 from grpo_nb.collector import GroupCollector
 from grpo_nb.core import Rollout
 from grpo_nb.filter_groups import FilterGroupsConfig
+from grpo_nb.lab.recipe import load_config, open_stream
 from grpo_nb.lab.record import Run as LoggedRun
 from grpo_nb.scheduler import TasksetScheduler
 from grpo_nb.selectors import SELECTORS, TaskSelectorConfig
 from grpo_nb.tasks import Task, Taskset, data_path
-from grpo_nb.trainer import load_config, open_stream
 
 SIZES = {"easy": 17, "middle": 40, "hard": 9}
 STEPS, BATCH, SAMPLES = 40, 4, 4

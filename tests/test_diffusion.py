@@ -45,7 +45,11 @@ from grpo_nb.policies.samplers import (
     ddpm_sampler,
     flow_sampler,
 )
-from grpo_nb.trainer import GRPO, GRPOConfig, build_config, completion_metrics, sample_table
+from grpo_nb.config import build_config
+from grpo_nb.lab.recipe import GRPOConfig
+from grpo_nb.lab.session import sample_table
+from grpo_nb.metrics import completion_metrics
+from grpo_nb.trainer import GRPO
 from grpo_nb.update import KLStop, UpdateConfig, check_on_policy, update
 
 SAMPLERS = {
@@ -409,7 +413,7 @@ def test_the_trainer_needs_nothing_special(base, tmp_path):
     trainer.config.run.dir = str(tmp_path / "run")
     trainer.fit()
     assert trainer.evaluate(samples=4).values["sampled"][0] > before + 0.03
-    rollout, values, report = trainer._last
+    rollout, values, report = trainer.last
     assert completion_metrics(rollout)["completions/mean_length"] == 9
     table = sample_table(rollout, values, 4)
     assert table["prompt"][0].startswith("reach (") and len(table["completion"]) == 4

@@ -8,10 +8,11 @@ import torch
 
 from grpo_nb.collector import FilterCapError
 from grpo_nb.filter_groups import FilterGroupsConfig
+from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.record import Run
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import Task, Taskset, data_path
-from grpo_nb.trainer import GRPO, TaskStream, learning_rate, load_config
+from grpo_nb.trainer import GRPO, TaskStream, learning_rate
 from grpo_nb.verifiers import exact_answer
 
 RIGHT = exact_answer(extract="marker", marker="</think>")

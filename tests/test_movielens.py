@@ -24,7 +24,8 @@ from grpo_nb.ranking import (
     make_safe_reward,
     make_safety_reward,
 )
-from grpo_nb.trainer import GRPO, GRPOConfig, OptimizerConfig
+from grpo_nb.lab.recipe import GRPOConfig
+from grpo_nb.trainer import GRPO, OptimizerConfig
 from grpo_nb.update import UpdateConfig
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,10 +16,12 @@ from transformers import (
 )
 
 from grpo_nb.core import concat, seeded
+from grpo_nb.lab.recipe import load_config
+from grpo_nb.lab.session import check_resume
 from grpo_nb.policies.decoding import Decoder, LlamaDecoder, head_logp, shape_logits
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import Taskset, data_path
-from grpo_nb.trainer import GRPO, check_resume, load_config
+from grpo_nb.trainer import GRPO
 from grpo_nb.update import UpdateConfig, check_on_policy, update
 
 SIZE = dict(

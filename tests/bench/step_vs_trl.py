@@ -22,8 +22,9 @@ LEVELS = (0.6, 0.7, 0.8)
 
 
 def ours(a):
+    from grpo_nb.lab.recipe import load_config
     from grpo_nb.tasks import Taskset, data_path
-    from grpo_nb.trainer import GRPO, load_config
+    from grpo_nb.trainer import GRPO
 
     config = load_config(
         None,

@@ -64,8 +64,9 @@ def full_row(step: int, rng) -> dict:
 
 def training(dir: Path, steps: int = 40) -> dict[str, float]:
     "CPU milliseconds of a step of the quickstart recipe, and of recording it."
+    from grpo_nb.lab.recipe import load_config
     from grpo_nb.tasks import data_path
-    from grpo_nb.trainer import GRPO, load_config
+    from grpo_nb.trainer import GRPO
 
     over = {"run.dir": dir, "run.samples_every": 1, "run.progress": "false", "threads": 1}
     over |= {"steps": steps, "tasks.eval": "null"}

@@ -51,9 +51,10 @@ def ours(a):
     import torch
 
     from grpo_nb.core import seeded
+    from grpo_nb.lab.recipe import load_config
     from grpo_nb.policies.tokens import TokenPolicy
     from grpo_nb.tasks import Taskset
-    from grpo_nb.trainer import GRPO, load_config
+    from grpo_nb.trainer import GRPO
     from grpo_nb.update import update
     from grpo_nb.verifiers import exact_answer
 
