@@ -268,17 +268,17 @@ def test_carried_groups_keep_the_log_probs_of_the_policy_that_sampled_them():
         "optimizer.warmup=0",
     )
     sampled, trained = {}, []
-    generate = t.generate
+    sample = t.sample
 
     def remember(tasks):
-        r = generate(tasks)
+        r = sample(tasks)
         for i, task in enumerate(r.tasks[::4]):
             rows = slice(4 * i, 4 * i + 4)
             sampled[task.index] = (t.step_done, r.old_logp_NS[rows], r.mask_NS[rows])
         return r
 
-    t.generate = remember
-    t.callbacks.append(lambda t, row: trained.append((row, t._last[0])))
+    t.sample = remember
+    t.callbacks.append(lambda t, row: trained.append((row, t.last[0])))
     t.fit()
     old = 0
     for step, (row, r) in enumerate(trained):
@@ -308,7 +308,7 @@ def test_stopped_between_two_generation_batches_the_run_ends_in_the_same_bytes()
     t.collector.make_task = Task
     while t.step_done < 3:
         got = t.collector.collect(
-            t.generate, t.score, policy_version=t.step_done, on_batch=lambda c: not c.done
+            t.sample, t.reward, policy_version=t.step_done, on_batch=lambda c: c.status == "open"
         )
         if got.outcome != "paused":
             collected.append(got.metrics)

@@ -314,6 +314,8 @@ def test_a_number_out_of_its_range_is_refused_with_its_key_before_anything_is_lo
     *path, name = key.split(".")
     for part in path:
         config = getattr(config, part)
+    if config is None:  # a section that is off
+        return
     with pytest.raises(ValueError, match=f"{name}.* must be "):
         setattr(config, name, WRONG[key])
 

@@ -6,7 +6,7 @@
 __all__ = ['IGNORED', 'RunConfig', 'CheckpointConfig', 'Interrupts', 'Session', 'remember', 'sample_table', 'functions_in',
            'session_of', 'state_differences', 'check_resume']
 
-# %% ../../nbs/lab/04_session.ipynb #30d39eed
+# %% ../../nbs/lab/04_session.ipynb #d804dd84
 import contextlib
 import dataclasses
 import logging
@@ -38,7 +38,7 @@ from .record import Progress, Run, is_run, is_timing
 from ..tasks import Task
 from ..trainer import GRPO
 
-# %% ../../nbs/lab/04_session.ipynb #da72ed49
+# %% ../../nbs/lab/04_session.ipynb #a26b75eb
 @configuration
 class RunConfig:
     "The record of a run."
@@ -70,7 +70,7 @@ class CheckpointConfig:
         "warn"  # a checkpoint that cannot be written: "warn" and train on, or "raise"
     )
 
-# %% ../../nbs/lab/04_session.ipynb #67deb19c
+# %% ../../nbs/lab/04_session.ipynb #1fca4c00
 class Interrupts:
     "Turns the first signal into a wish, so that no step is cut in half."
 
@@ -102,7 +102,7 @@ class Interrupts:
         for s, handler in self.old.items():
             signal.signal(s, handler)
 
-# %% ../../nbs/lab/04_session.ipynb #3b4c01ea
+# %% ../../nbs/lab/04_session.ipynb #0922dbd0
 class Session:
     "The callback that surrounds a training."
 
@@ -144,7 +144,7 @@ class Session:
 
 GRPO.accompany(Session.attach)
 
-# %% ../../nbs/lab/04_session.ipynb #43e05975
+# %% ../../nbs/lab/04_session.ipynb #7ec131c0
 @patch
 def on_fit_start(self: Session, trainer: GRPO):
     "Open the record, and catch interrupts."
@@ -201,7 +201,7 @@ def between_batches(self: Session) -> bool:
     collector = self.trainer.collector
     return collector is not None and collector.status != "closed"
 
-# %% ../../nbs/lab/04_session.ipynb #6c577047
+# %% ../../nbs/lab/04_session.ipynb #cc20fb29
 @patch
 def on_batch_start(self: Session, trainer: GRPO):
     "Everything agrees: save if it is time."
@@ -243,15 +243,19 @@ def remember(
     counters = dict(trainer.counters.values)
     drawn = {k: counters[k] for k in ("n_prompts", "n_rollouts_generated", "tokens_generated")}
     stream = trainer.stream.state_dict() if hasattr(trainer.stream, "state_dict") else None
+    collector = trainer.collector
+    batches = collector and collector.gen_steps
 
     def undo():
+        if collector is not None:
+            if collector.gen_steps != batches:  # the batch is in
+                return
+            collector.unrewarded = []
         for k, g in trainer.generators.items():
             g.set_state(generators[k])
         trainer.counters.values |= drawn
         if stream is not None:
             trainer.stream.load_state_dict(stream)
-        if trainer.collector is not None:
-            trainer.collector.unrewarded = []
 
     return undo
 
@@ -276,7 +280,7 @@ def say_broken_off(self: Session):
     )
     print(self.half)
 
-# %% ../../nbs/lab/04_session.ipynb #eec44ba3
+# %% ../../nbs/lab/04_session.ipynb #de6c0a86
 @patch
 def on_step_end(self: Session, trainer: GRPO, row: Mapping):
     "Write the row and now and then samples; move the bar."
@@ -320,7 +324,7 @@ def sample_table(
         columns["truncated"] = r.info["truncated"].tolist()
     return columns
 
-# %% ../../nbs/lab/04_session.ipynb #abc57879
+# %% ../../nbs/lab/04_session.ipynb #05a09c30
 @patch
 def open_record(self: Session):
     "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
@@ -401,7 +405,7 @@ def load_newest(
     else:
         print("The run has no checkpoint yet: it starts again from step 0.")
 
-# %% ../../nbs/lab/04_session.ipynb #4bd54e5d
+# %% ../../nbs/lab/04_session.ipynb #10eaa82a
 @patch
 def save_state(
     self: Session,
@@ -449,7 +453,7 @@ def functions_in(
         return found
     return {key: plain(config)} if callable(config) else {}
 
-# %% ../../nbs/lab/04_session.ipynb #b262de30
+# %% ../../nbs/lab/04_session.ipynb #92097644
 @patch
 def autosave(
     self: Session,
@@ -506,7 +510,7 @@ def how_to_go_on(self: Session) -> str:
         return "The run has no checkpoint, so a new process starts again from step 0 (see checkpoint.at_end and checkpoint.every)."
     return "Nothing is on the disk, for run.dir is not set: trainer.save(folder) keeps this state, another time run.dir=FOLDER does."
 
-# %% ../../nbs/lab/04_session.ipynb #4616867e
+# %% ../../nbs/lab/04_session.ipynb #0600d14a
 def session_of(trainer: GRPO) -> Session:
     "The session of a trainer; one that was made before the lab was imported gets it now."
     if not hasattr(trainer, "session"):
@@ -557,7 +561,7 @@ def close(
         session.log.close()
         session.closed = True
 
-# %% ../../nbs/lab/04_session.ipynb #a8b3bdad
+# %% ../../nbs/lab/04_session.ipynb #33a37a91
 IGNORED = ("seconds", "seconds_trained")  # times
 
 
@@ -595,7 +599,7 @@ def differences(
             found += state_differences(*rows, name)
     return found
 
-# %% ../../nbs/lab/04_session.ipynb #82436f43
+# %% ../../nbs/lab/04_session.ipynb #1f2a7b0e
 def check_resume(
     make: Callable[[str], GRPO],  # builds the trainer with this run directory
     steps: int,  # of the whole run
