@@ -29,8 +29,12 @@ from grpo_nb.applications.motion import (
     reach_policy,
     reach_tasks,
 )
+from grpo_nb.config import build_config
 from grpo_nb.core import concat, seeded
+from grpo_nb.lab.recipe import GRPOConfig
+from grpo_nb.lab.session import sample_table
 from grpo_nb.losses import LossConfig
+from grpo_nb.metrics import completion_metrics
 from grpo_nb.policies.diffusion import (
     DiffusionPolicy,
     effective_clip,
@@ -45,10 +49,6 @@ from grpo_nb.policies.samplers import (
     ddpm_sampler,
     flow_sampler,
 )
-from grpo_nb.config import build_config
-from grpo_nb.lab.recipe import GRPOConfig
-from grpo_nb.lab.session import sample_table
-from grpo_nb.metrics import completion_metrics
 from grpo_nb.trainer import GRPO
 from grpo_nb.update import KLStop, UpdateConfig, check_on_policy, update
 

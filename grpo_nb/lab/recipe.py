@@ -8,7 +8,7 @@ __all__ = ['PolicyConfig', 'TasksConfig', 'RewardsConfig', 'GRPOConfig', 'use_th
            'open_stream', 'pass_rate_operators', 'complete_entry', 'open_eval', 'find_checkpoint', 'warn_of_versions',
            'ask_for_functions']
 
-# %% ../../nbs/lab/05_recipe.ipynb #556a4267
+# %% ../../nbs/lab/05_recipe.ipynb #3664b253
 import contextlib
 import inspect
 import warnings
@@ -38,11 +38,11 @@ from .checkpoint import check_seal, latest, read_state, versions
 from .record import is_run
 from .session import CheckpointConfig, RunConfig, session_of
 from ..rewards import REWARDS
-from ..scheduler import SELECTOR_KEYS, TasksetScheduler, read_recipe
+from ..scheduler import SELECTOR_KEYS, TasksetScheduler, tasks_from_trinity
 from ..tasks import Task, Taskset, data_path
 from ..trainer import GRPO, RunnerConfig, StreamConfig, TrainerConfig, check_callbacks
 
-# %% ../../nbs/lab/05_recipe.ipynb #3fba8aaf
+# %% ../../nbs/lab/05_recipe.ipynb #77f3eb8b
 @configuration
 class PolicyConfig:
     "Which language model, and how it samples."
@@ -87,7 +87,7 @@ class RewardsConfig(RunnerConfig):
         default_factory=lambda: {"exact_answer": {"extract": "marker", "marker": "</think>"}}
     )  # {name in REWARDS: its options}; an option `reward` names the registry entry
 
-# %% ../../nbs/lab/05_recipe.ipynb #1b2e954b
+# %% ../../nbs/lab/05_recipe.ipynb #087974d1
 @configuration
 class GRPOConfig(TrainerConfig):
     "Everything that defines a run."
@@ -108,7 +108,7 @@ def use_threads(trainer: GRPO) -> None:
 
 GRPO.accompany(use_threads)
 
-# %% ../../nbs/lab/05_recipe.ipynb #bf1e17d7
+# %% ../../nbs/lab/05_recipe.ipynb #69bd138d
 def locate(
     name: str,  # a path, or "data:NAME" for something in data/
 ) -> str:
@@ -168,13 +168,13 @@ def empty_recipe(
         "data:recipes/quickstart.yaml, or give no recipe at all for the defaults (grpo-nb config shows them)."
     )
 
-# %% ../../nbs/lab/05_recipe.ipynb #4bda2eba
+# %% ../../nbs/lab/05_recipe.ipynb #c052d67a
 def with_trinity_blocks(tree: dict) -> dict:
     "Trinity-RFT's form of tasksets, selectors and operators as our keys."
     if "buffer" not in tree:
         return tree
     blocks = {k: tree.pop(k) for k in ("buffer", "data_processor") if k in tree}
-    found = read_recipe(blocks)
+    found = tasks_from_trinity(blocks)
     names = {"tasksets": "tasksets", "operators": "operators", "total_epochs": "epochs"}
     tasks = {ours: found[k] for k, ours in names.items() if k in found}
     tree["tasks"] = tasks | (tree.get("tasks") or {})
@@ -192,7 +192,7 @@ def with_verl_block(tree: dict) -> dict:
         tree["filter_groups"].pop("_target_", None)
     return tree
 
-# %% ../../nbs/lab/05_recipe.ipynb #6c9b514c
+# %% ../../nbs/lab/05_recipe.ipynb #92a16a1b
 @contextlib.contextmanager
 def at_key(
     key: str,  # of the configuration
@@ -240,7 +240,7 @@ def open_rewards(
             functions[name] = make(**options)
     return functions
 
-# %% ../../nbs/lab/05_recipe.ipynb #39cfad6e
+# %% ../../nbs/lab/05_recipe.ipynb #bd5b9070
 def open_stream(
     config: GRPOConfig,
 ):  # a Taskset, or a TasksetScheduler if selectors or several tasksets are named
@@ -303,7 +303,7 @@ def open_eval(
     found = {k: Taskset.load(locate(v), prompt=tasks.prompt) for k, v in named.items()}
     return found if isinstance(tasks.eval, Mapping) else found[""]
 
-# %% ../../nbs/lab/05_recipe.ipynb #98352a22
+# %% ../../nbs/lab/05_recipe.ipynb #fe80ce65
 @patch(cls_method=True)
 def from_config(
     cls: GRPO,
@@ -327,7 +327,7 @@ def from_config(
         eval_tasks = open_eval(config.tasks) if eval_tasks is None else eval_tasks
     return cls(policy, tasks, rewards, config, eval_tasks, **kwargs)
 
-# %% ../../nbs/lab/05_recipe.ipynb #17ddc5f7
+# %% ../../nbs/lab/05_recipe.ipynb #447fd22a
 @patch(cls_method=True)
 def load(
     cls: GRPO,

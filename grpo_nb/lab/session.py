@@ -6,7 +6,7 @@
 __all__ = ['IGNORED', 'RunConfig', 'CheckpointConfig', 'Interrupts', 'Session', 'remember', 'sample_table', 'functions_in',
            'session_of', 'state_differences', 'check_resume']
 
-# %% ../../nbs/lab/04_session.ipynb #d804dd84
+# %% ../../nbs/lab/04_session.ipynb #fe5371b9
 import contextlib
 import dataclasses
 import logging
@@ -38,7 +38,7 @@ from .record import Progress, Run, is_run, is_timing
 from ..tasks import Task
 from ..trainer import GRPO
 
-# %% ../../nbs/lab/04_session.ipynb #a26b75eb
+# %% ../../nbs/lab/04_session.ipynb #d2db4e6d
 @configuration
 class RunConfig:
     "The record of a run."
@@ -70,7 +70,7 @@ class CheckpointConfig:
         "warn"  # a checkpoint that cannot be written: "warn" and train on, or "raise"
     )
 
-# %% ../../nbs/lab/04_session.ipynb #1fca4c00
+# %% ../../nbs/lab/04_session.ipynb #1ddc54dd
 class Interrupts:
     "Turns the first signal into a wish, so that no step is cut in half."
 
@@ -102,7 +102,7 @@ class Interrupts:
         for s, handler in self.old.items():
             signal.signal(s, handler)
 
-# %% ../../nbs/lab/04_session.ipynb #0922dbd0
+# %% ../../nbs/lab/04_session.ipynb #95e79ef9
 class Session:
     "The callback that surrounds a training."
 
@@ -144,7 +144,7 @@ class Session:
 
 GRPO.accompany(Session.attach)
 
-# %% ../../nbs/lab/04_session.ipynb #7ec131c0
+# %% ../../nbs/lab/04_session.ipynb #83d07749
 @patch
 def on_fit_start(self: Session, trainer: GRPO):
     "Open the record, and catch interrupts."
@@ -201,7 +201,7 @@ def between_batches(self: Session) -> bool:
     collector = self.trainer.collector
     return collector is not None and collector.status != "closed"
 
-# %% ../../nbs/lab/04_session.ipynb #cc20fb29
+# %% ../../nbs/lab/04_session.ipynb #8e01efd5
 @patch
 def on_batch_start(self: Session, trainer: GRPO):
     "Everything agrees: save if it is time."
@@ -280,7 +280,7 @@ def say_broken_off(self: Session):
     )
     print(self.half)
 
-# %% ../../nbs/lab/04_session.ipynb #de6c0a86
+# %% ../../nbs/lab/04_session.ipynb #ed8bf42f
 @patch
 def on_step_end(self: Session, trainer: GRPO, row: Mapping):
     "Write the row and now and then samples; move the bar."
@@ -324,7 +324,7 @@ def sample_table(
         columns["truncated"] = r.info["truncated"].tolist()
     return columns
 
-# %% ../../nbs/lab/04_session.ipynb #05a09c30
+# %% ../../nbs/lab/04_session.ipynb #c28b6591
 @patch
 def open_record(self: Session):
     "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
@@ -405,7 +405,7 @@ def load_newest(
     else:
         print("The run has no checkpoint yet: it starts again from step 0.")
 
-# %% ../../nbs/lab/04_session.ipynb #10eaa82a
+# %% ../../nbs/lab/04_session.ipynb #07cc99d9
 @patch
 def save_state(
     self: Session,
@@ -453,7 +453,7 @@ def functions_in(
         return found
     return {key: plain(config)} if callable(config) else {}
 
-# %% ../../nbs/lab/04_session.ipynb #92097644
+# %% ../../nbs/lab/04_session.ipynb #a6bf98f9
 @patch
 def autosave(
     self: Session,
@@ -510,7 +510,7 @@ def how_to_go_on(self: Session) -> str:
         return "The run has no checkpoint, so a new process starts again from step 0 (see checkpoint.at_end and checkpoint.every)."
     return "Nothing is on the disk, for run.dir is not set: trainer.save(folder) keeps this state, another time run.dir=FOLDER does."
 
-# %% ../../nbs/lab/04_session.ipynb #0600d14a
+# %% ../../nbs/lab/04_session.ipynb #07790542
 def session_of(trainer: GRPO) -> Session:
     "The session of a trainer; one that was made before the lab was imported gets it now."
     if not hasattr(trainer, "session"):
@@ -561,7 +561,7 @@ def close(
         session.log.close()
         session.closed = True
 
-# %% ../../nbs/lab/04_session.ipynb #33a37a91
+# %% ../../nbs/lab/04_session.ipynb #f7f9632c
 IGNORED = ("seconds", "seconds_trained")  # times
 
 
@@ -599,7 +599,7 @@ def differences(
             found += state_differences(*rows, name)
     return found
 
-# %% ../../nbs/lab/04_session.ipynb #1f2a7b0e
+# %% ../../nbs/lab/04_session.ipynb #e84d85ca
 def check_resume(
     make: Callable[[str], GRPO],  # builds the trainer with this run directory
     steps: int,  # of the whole run
