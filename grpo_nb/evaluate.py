@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['pass_at_k', 'EvalConfig', 'Scores', 'evaluate', 'component_means', 'total_reward', 'sampled_scores']
 
-# %% ../nbs/method/03_evaluate.ipynb #fd595199
+# %% ../nbs/method/03_evaluate.ipynb #77a2df9a
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from .config import Count, Natural, check_number, configuration
 from .core import Policy, Rollout, seeded
 from .statistics import interval
 
-# %% ../nbs/method/03_evaluate.ipynb #e09988f2
+# %% ../nbs/method/03_evaluate.ipynb #657d6dfb
 def pass_at_k(
     correct: Tensor | np.ndarray,  # (P,) right samples of each task
     n: int,  # samples of each task
@@ -34,7 +34,7 @@ def pass_at_k(
     none_right_P = np.where(i > wrong_P[:, None], 1 - k / i, 1.0).prod(1)
     return np.where(wrong_P < k, 1.0, 1 - none_right_P)
 
-# %% ../nbs/method/03_evaluate.ipynb #4723377f
+# %% ../nbs/method/03_evaluate.ipynb #5e263065
 @configuration
 class EvalConfig:
     "Evaluation on held-out tasks."
@@ -68,7 +68,7 @@ class Scores:
         parts = [f"{k} {m:.3f} [{lo:.3f}, {hi:.3f}]" for k, (m, lo, hi) in self.values.items()]
         return f"{', '.join(parts)} ({self.n_tasks} tasks)"
 
-# %% ../nbs/method/03_evaluate.ipynb #55ba7eb6
+# %% ../nbs/method/03_evaluate.ipynb #31218c15
 def evaluate(
     policy: Policy,
     tasks,  # held-out tasks, or {name: tasks}
@@ -118,7 +118,7 @@ def _uncounted(rewards):
         rewards.load_state_dict(totals)
         rewards.last = batch
 
-# %% ../nbs/method/03_evaluate.ipynb #f3ea38ad
+# %% ../nbs/method/03_evaluate.ipynb #0c058c26
 def component_means(
     rollout: Rollout,  # with rewards
 ) -> Tensor:  # (N, R); rewards per rank are averaged over the ranks

@@ -7,7 +7,7 @@ __all__ = ['Beta', 'SELECTION_SUMS', 'HOOKS', 'OptimizerConfig', 'StreamConfig',
            'Paused', 'EndOfTasks', 'learning_rate', 'update_config', 'TaskStream', 'make_runner', 'make_optimizer',
            'needs_reference', 'check_callbacks']
 
-# %% ../nbs/method/04_trainer.ipynb #0a4da89a
+# %% ../nbs/method/04_trainer.ipynb #f8236c00
 import dataclasses
 import functools
 import inspect
@@ -50,7 +50,7 @@ from .reward_runner import RewardConfig, RewardRunner
 from .tasks import Task
 from .update import UpdateConfig, update
 
-# %% ../nbs/method/04_trainer.ipynb #abad5f1a
+# %% ../nbs/method/04_trainer.ipynb #09bcf897
 Beta = number_in(0, 1, below=True)
 
 
@@ -80,7 +80,7 @@ class RunnerConfig:
 
     run: RewardConfig = field(default_factory=RewardConfig)
 
-# %% ../nbs/method/04_trainer.ipynb #5fcbca61
+# %% ../nbs/method/04_trainer.ipynb #f6acd459
 @configuration
 class TrainerConfig:
     "Everything that defines a training, but for policy, tasks and rewards."
@@ -101,7 +101,7 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
-# %% ../nbs/method/04_trainer.ipynb #30985d38
+# %% ../nbs/method/04_trainer.ipynb #b8b419cb
 class GRPO:
     "Group Relative Policy Optimization (DeepSeekMath, 2402.03300) of a policy on tasks with rewards."
 
@@ -160,7 +160,7 @@ class GRPO:
         size = f"{c.train_batch_size} x {c.num_generations} samples per step"
         return f"GRPO({self.policy}, {size}, step {self.step_done} of {c.steps})"
 
-# %% ../nbs/method/04_trainer.ipynb #2879be88
+# %% ../nbs/method/04_trainer.ipynb #f9c65fa8
 class Paused(Exception):
     "Somebody asked to stop between two generation batches; the collector keeps what it has."
 
@@ -184,7 +184,7 @@ def _tells_errors(f):
 
     return told
 
-# %% ../nbs/method/04_trainer.ipynb #018373c5
+# %% ../nbs/method/04_trainer.ipynb #ee1c9125
 @patch
 @_tells_errors
 def step(
@@ -223,7 +223,7 @@ def step(
     row["num_tokens"] = self.counters.values["tokens_generated"]
     return self.end_step(row, start, record)
 
-# %% ../nbs/method/04_trainer.ipynb #dc0d275d
+# %% ../nbs/method/04_trainer.ipynb #a935ce1e
 @patch
 def draw(
     self: GRPO,
@@ -266,7 +266,7 @@ def between_batches(
     self.notify("on_batch_start")
     return bool(self.stop)
 
-# %% ../nbs/method/04_trainer.ipynb #53ec40fc
+# %% ../nbs/method/04_trainer.ipynb #183f4b2a
 @patch
 def sample(
     self: GRPO,
@@ -327,7 +327,7 @@ def collect(
     "The samples of one step, to look at or to train on with `step(rollout)`."
     return self.draw(tasks)
 
-# %% ../nbs/method/04_trainer.ipynb #c4ac1ec9
+# %% ../nbs/method/04_trainer.ipynb #3f9ea273
 @patch(as_prop=True)
 def weights(self: GRPO) -> list[float]:
     "One weight per component of the rewards."
@@ -357,7 +357,7 @@ def advantages(
         values = spread_to_tokens(values, rollout.mask_NS, rollout.states["item"])
     return values, found.metrics
 
-# %% ../nbs/method/04_trainer.ipynb #a8835d5f
+# %% ../nbs/method/04_trainer.ipynb #9d39da83
 def learning_rate(
     config: OptimizerConfig,
     step: int,  # steps done before this one
@@ -384,7 +384,7 @@ def update_config(
         config = dataclasses.replace(config, kl_stop=stop)
     return config
 
-# %% ../nbs/method/04_trainer.ipynb #4d41811f
+# %% ../nbs/method/04_trainer.ipynb #ba4fe9c6
 SELECTION_SUMS = ("selection/groups", "selection/ignored_groups", "selection/ignored_samples")
 
 
@@ -440,7 +440,7 @@ def record(self: GRPO, row: dict):
     self.history.append(row)
     self.notify("on_step_end", row)
 
-# %% ../nbs/method/04_trainer.ipynb #b0285a81
+# %% ../nbs/method/04_trainer.ipynb #ea4c7b59
 class TaskStream:
     "Tasks in shuffled epochs; any batch size, also larger than the data."
 
@@ -497,7 +497,7 @@ class TaskStream:
         self.seed = int(state["seed"])
         self._order = (-1, None)
 
-# %% ../nbs/method/04_trainer.ipynb #2a3caedd
+# %% ../nbs/method/04_trainer.ipynb #d9712787
 def make_runner(
     rewards,  # RewardRunner, {name: function}, a list of functions, or one function
     config: TrainerConfig,
@@ -554,7 +554,7 @@ def check_setup(self: GRPO):
             stacklevel=3,
         )
 
-# %% ../nbs/method/04_trainer.ipynb #e8fc7a6e
+# %% ../nbs/method/04_trainer.ipynb #547877b1
 HOOKS = {  # moment: what a callback is told besides the trainer
     "on_fit_start": (),
     "on_batch_start": (),  # before a batch is drawn: everything agrees, a good moment to save
@@ -626,7 +626,7 @@ def notify(
         if (method := _method(f, moment)) is not None:
             method(self, *what)
 
-# %% ../nbs/method/04_trainer.ipynb #b8aa0692
+# %% ../nbs/method/04_trainer.ipynb #1edc33c8
 @patch
 def fit(
     self: GRPO,
@@ -689,7 +689,7 @@ def diagnosis(self: GRPO) -> str:
         "Lower optimizer.lr or update.max_grad_norm, or look for rewards and weights that are not finite."
     )
 
-# %% ../nbs/method/04_trainer.ipynb #6363d635
+# %% ../nbs/method/04_trainer.ipynb #49071be5
 @patch
 def evaluation_due(self: GRPO) -> bool:
     "Whether held-out tasks are evaluated after this step."
@@ -720,7 +720,7 @@ def evaluate(
     self.notify("on_evaluate", found)
     return found
 
-# %% ../nbs/method/04_trainer.ipynb #eef5abb9
+# %% ../nbs/method/04_trainer.ipynb #9c2bec22
 @patch
 def parts(self: GRPO) -> dict[str, Any]:
     "The parts that have a state of their own."
@@ -750,7 +750,7 @@ def state_dict(
     }
     return state | ({"callbacks": told} if told else {})
 
-# %% ../nbs/method/04_trainer.ipynb #aab6ba8d
+# %% ../nbs/method/04_trainer.ipynb #4781f40a
 @patch
 def load_state_dict(
     self: GRPO,

@@ -18,8 +18,8 @@ from grpo_nb.core import seeded
 from grpo_nb.filter_groups import keep_groups
 from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
-from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.lab.recipe import load_config
+from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 
 HERE = Path(__file__).parent

@@ -26,6 +26,7 @@ from grpo_nb.applications.movielens import (
     split_users,
 )
 from grpo_nb.core import seeded
+from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.list_parsing import ParsedList, film_key, parse_rollout
 from grpo_nb.ranking import (
     discounts,
@@ -36,7 +37,6 @@ from grpo_nb.ranking import (
     ranking_metrics,
     violation_matrix,
 )
-from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.trainer import GRPO
 
 ROOT = Path(__file__).resolve().parents[1]

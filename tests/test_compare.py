@@ -24,12 +24,12 @@ from grpo_nb.files import Lock, RunLocked
 from grpo_nb.lab.budgets import Samples, Seconds, Steps, Tokens, to_budget
 from grpo_nb.lab.compare import Spec, compare, open_base, plan_runs
 from grpo_nb.lab.paired_statistics import holm, improvement, iqm, sign_flip
+from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.report import common_curve
 from grpo_nb.lab.runs import run_job
 from grpo_nb.lab.study import Study, at_the_edge
 from grpo_nb.statistics import bootstrap_interval, t_interval
 from grpo_nb.tasks import data_path
-from grpo_nb.lab.recipe import load_config
 from grpo_nb.trainer import GRPO
 
 COUNTS = {"made": 0}

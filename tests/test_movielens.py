@@ -15,6 +15,7 @@ from grpo_nb.applications import movielens as ml
 from grpo_nb.core import concat, seeded
 from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
+from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.list_parsing import ListParser, normalise_title, parse_rollout, read_item
 from grpo_nb.losses import LossConfig
 from grpo_nb.policies.tokens import TokenPolicy
@@ -24,7 +25,6 @@ from grpo_nb.ranking import (
     make_safe_reward,
     make_safety_reward,
 )
-from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.trainer import GRPO, OptimizerConfig
 from grpo_nb.update import UpdateConfig
 

@@ -6,7 +6,7 @@
 __all__ = ['FORMAT', 'MANIFEST', 'CheckpointError', 'to_disk', 'seal', 'check_seal', 'write_state', 'read_state', 'versions',
            'checkpoints', 'latest', 'write_checkpoint', 'prune']
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #1c98fc96
+# %% ../../nbs/lab/01_checkpoint.ipynb #70ac830e
 import contextlib
 import json
 import math
@@ -26,7 +26,7 @@ from torch import Tensor
 from ..config import check_number
 from ..files import Lock, decode_nonfinite, encode_nonfinite, pack, sha256, unpack
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #d1465fe3
+# %% ../../nbs/lab/01_checkpoint.ipynb #a96b6036
 FORMAT = 1  # of checkpoints; others are refused by name
 MANIFEST = "manifest.json"
 
@@ -62,7 +62,7 @@ def seal(
     to_disk(target.parent)
     return target
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #90efe347
+# %% ../../nbs/lab/01_checkpoint.ipynb #9c958ddd
 def check_seal(
     folder: str | Path,
 ) -> dict:  # the manifest
@@ -99,7 +99,7 @@ def _fault(folder: Path, name: str, told: Mapping) -> str:
     same = sha256(path) == told["sha256"]
     return "" if same else f"{folder.name}/{name} was changed: its SHA-256 differs."
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #754414e3
+# %% ../../nbs/lab/01_checkpoint.ipynb #46c3822d
 def write_state(
     folder: Path,  # empty folder
     state: Mapping[str, Any],  # part -> tree
@@ -136,7 +136,7 @@ def read_state(
         state[part] = unpack(tree, tensors, make_task=make_task)
     return state
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #f680d360
+# %% ../../nbs/lab/01_checkpoint.ipynb #326dc0ec
 @cache
 def versions() -> dict[str, str]:
     "Versions that decide whether a continuation has the same bits."
@@ -174,7 +174,7 @@ def latest(
             warnings.warn(f"{e} The checkpoint before it is used.", stacklevel=2)
     return None
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #b5119e3d
+# %% ../../nbs/lab/01_checkpoint.ipynb #5e1e4239
 def write_checkpoint(
     root: str | Path,  # folder of checkpoints, made if missing
     step: int,  # steps done
@@ -215,7 +215,7 @@ def _free_name(root: Path, step: int) -> Path:
         target = root / f"step_{step:08d}-{n}"
     return target
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #29965296
+# %% ../../nbs/lab/01_checkpoint.ipynb #f02276f3
 def prune(
     root: str | Path,  # folder of checkpoints
     keep_last: int = 2,  # newest ones kept; at least 1

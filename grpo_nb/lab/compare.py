@@ -58,15 +58,9 @@ from grpo_nb.lab.study import (
     name_list,
 )
 from ..processes import end_with_parent
-from grpo_nb.trainer import (
-    GRPOConfig,
-    build_config,
-    config_tree,
-    functions_in,
-    load_config,
-    open_eval,
-    override,
-)
+from ..config import build_config, config_tree, override
+from .recipe import GRPOConfig, load_config, open_eval
+from .session import functions_in
 
 # %% ../../nbs/lab/07_compare.ipynb #e8450475
 SAME_FOR_ALL = tuple("seed threads steps max_seconds run eval tasks.eval tasks.prompt".split())

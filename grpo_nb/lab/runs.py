@@ -34,7 +34,9 @@ from .budgets import Budget, Samples, Seconds, Steps
 from .record import COUNTERS, finite, flat_keys
 from .study import check_metric
 from ..rewards import REWARDS
-from ..trainer import GRPO, GRPOConfig, config_tree, override
+from ..config import config_tree, override
+from .recipe import GRPOConfig
+from ..trainer import GRPO
 
 # %% ../../nbs/lab/06_runs.ipynb #1b6aea24
 class BudgetSpent(Exception):
