@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from grpo_nb.core import Rollout
 from grpo_nb.reward_runner import RewardConfig, RewardRunner, failure_policy
 from grpo_nb.reward_workers import WorkerPool
-from grpo_nb.rewards import RewardError, RewardSpec, compose, own_copy, reward_function
+from grpo_nb.rewards import RewardError, compose, own_copy, reward_function
 from grpo_nb.verifiers import (
     answer_tags,
     between_tags,
@@ -123,34 +123,19 @@ TEXTS = ["a", "hang", "b", "crash", "quiet", "raise", "c", "d"]
 
 def test_hanging_crashing_and_silent_functions_in_one_run():
     hangs, crashes, silent, raises, prints = make_trouble()
-    with RewardRunner(
-        [hangs, crashes, silent, raises, prints],
-        workers=2,
-        timeout_s=0.5,
-        on_error="skip",
-        **QUIET,
-    ) as runner:
+    options = dict(workers=2, timeout_s=0.5, on_error="skip", **QUIET)
+    with RewardRunner([hangs, crashes, silent, raises, prints], **options) as runner:
         scored = runner(batch(TEXTS))
         assert 1 <= len(children()) <= 2  # a lost worker is replaced when there is work for it
-    want = torch.ones(8, 5)
-    want[[1, 3, 4, 5], [0, 1, 2, 3]] = nan
-    assert values(scored.rewards_NR) == values(want)
-    assert scored.reward_names == ("hangs", "crashes", "silent", "raises", "prints")
-    assert counts(runner, "hangs") == [7, 0, 0, 1, 0]
-    assert counts(runner, "crashes") == [7, 0, 1, 0, 0]
-    assert counts(runner, "silent") == [7, 1, 0, 0, 0]
-    assert counts(runner, "raises") == [7, 0, 1, 0, 0]
-    assert counts(runner, "prints") == [8, 0, 0, 0, 0]
-    assert runner.metrics()["reward/hangs/max_ms"] >= 500
-    assert {(f.component, f.sample, f.outcome) for f in runner.failures} == {
-        ("hangs", 1, "timeout"),
-        ("crashes", 3, "error"),
-        ("raises", 5, "error"),
-    }
-    # the run goes on: a later batch is scored by fresh workers
-    again = runner(batch(["a", "b"]))
-    runner.close()
-    assert again.rewards_NR.tolist() == [[1.0] * 5] * 2
+        want = torch.ones(8, 5)
+        want[[1, 3, 4, 5], [0, 1, 2, 3]] = nan
+        assert values(scored.rewards_NR) == values(want)
+        found = [counts(runner, name) for name in runner.components]
+        assert found[:2] == [[7, 0, 0, 1, 0], [7, 0, 1, 0, 0]]
+        assert found[2:] == [[7, 1, 0, 0, 0], [7, 0, 1, 0, 0], [8, 0, 0, 0, 0]]
+        assert runner.metrics()["reward/hangs/max_ms"] >= 500
+        # the run goes on: a later batch is scored by fresh workers
+        assert runner(batch(["a", "b"])).rewards_NR.tolist() == [[1.0] * 5] * 2
     assert runner.totals["hangs"]["n_timeout"] == 1 and runner.totals["hangs"]["n_ok"] == 9
 
 
@@ -406,22 +391,6 @@ def test_a_crafted_message_of_a_worker_is_data_and_runs_nothing(when, tmp_path):
     assert not ran.exists()
 
 
-def test_a_stopped_process_is_killed_at_the_deadline():
-    def stops(completion):
-        import os
-        import signal
-
-        if completion[0] == "s":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return 1.0
-
-    with RewardRunner(
-        [stops], workers=1, timeout_s=0.5, chunk_size=1, on_error="skip", **QUIET
-    ) as r:
-        scored = in_time(r, batch(["a" * 500_000, "s" * 500_000, "b" * 500_000]))
-    assert values(scored.rewards_NR[:, 0]) == [1, -99, 1]
-
-
 def test_workers_that_end_before_they_take_a_sample_are_not_replaced_for_ever():
     def doomed():
         import os
@@ -528,15 +497,6 @@ def test_a_function_that_cannot_be_loaded_is_named(tmp_path, monkeypatch):
         assert children() == []
 
 
-def test_columns_that_cannot_be_sent_are_an_error_with_advice():
-    def f(completion, answer):
-        return 1.0
-
-    with RewardRunner([f], workers=1) as runner:
-        with pytest.raises(ValueError, match="cannot be sent to a worker.*workers=0"):
-            runner(batch(["a"], [Task(answer=threading.Lock())]))
-
-
 def test_warm_up_is_no_part_of_the_deadline_and_its_failure_is_named():
     def load():
         import time
@@ -612,23 +572,6 @@ def test_policies_per_outcome(workers, settings_, want):
     assert counts(runner, "f") == [1, 1, 1, 1, 1]  # counted as what they were under every policy
 
 
-def test_default_policy_raises_with_name_sample_and_original_traceback():
-    def judge(completion):
-        raise ZeroDivisionError("inside")
-
-    with pytest.raises(
-        RewardError, match="'judge', sample 0: error: ZeroDivisionError: inside"
-    ) as e:
-        RewardRunner([judge])(batch(["a"]))
-    assert isinstance(e.value.__cause__, ZeroDivisionError)
-    with pytest.raises(
-        RewardError, match="nonfinite: expected finite float32 numbers, got float inf"
-    ):
-        RewardRunner({"f": lambda completion: math.inf})(batch(["a"]))
-    with pytest.raises(RewardError, match="on_none is 'raise'"):
-        RewardRunner({"f": lambda completion: None}, on_none="raise")(batch(["a"]))
-
-
 def test_timeouts_stop_the_run_before_the_whole_batch_has_timed_out():
     def hangs(completion):
         while True:
@@ -675,12 +618,18 @@ def test_a_function_with_signals_called_from_a_thread_needs_a_worker():
 
 
 def test_math_equivalence():
-    cases = [
+    bare = ("A", "(1,2)", "x+y", "yes", "True", "12:30", "[1, 2)", r"\text{A}", r"2\pi")
+    cases = [(x, x, 1) for x in bare] + [
         (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 1),
         ("the answer is $0.5$", r"\frac12", 1),
+        ("The answer is 5", "5", 1),
         ("$2$", r"2\pi", 0),  # bare LaTeX would be read as 2
         (r"$\{2,1\}$", r"\{1,2\}", 1),
-        ("$x+1$", "1+x", 1),
+        ("y+x", "x+y", 1),
+        ("5", ["4", "5"], 1),
+        ("6", np.array(["4", "5"]), 0),
+        ("B", "A", 0),
+        ("(1,3)", "(1,2)", 0),
         ("", "1", 0),
         (r"$\frac{{$", "1", 0),
         ("$1$", None, -99),
@@ -690,12 +639,10 @@ def test_math_equivalence():
     tasks = [Task(answer=a) for _, a, _ in cases]
     options = dict(on_timeout=-1.0, on_error=-2.0, **QUIET)
     with RewardRunner([math_equivalence(math_timeout_s=2)], **options) as runner:
-        assert (
-            runner.config.workers == 0
-        )  # it gets a process anyway, also when called from a thread
         scored = in_thread(lambda: runner(batch([c for c, _, _ in cases], tasks)))
     assert values(scored.rewards_NR[:, 0]) == [w for _, _, w in cases]
-    assert counts(runner, "math_equivalence") == [7, 1, 1, 1, 0]
+    assert counts(runner, "math_equivalence") == [len(cases) - 3, 1, 1, 1, 0]
+    assert runner.config.workers == 0  # it gets a process anyway, also when called from a thread
 
 
 def test_missing_values_do_not_apply_and_are_no_zeros():
@@ -733,17 +680,9 @@ def test_masked_entries_of_returned_arrays_do_not_apply(workers):
 
         return numpy.ma.array([[1, 2], [3, 4], [5, 6]], mask=[[0, 1], [1, 1], [0, 0]])
 
-    @reward_function(whole_batch=True, components=("a",))
-    def parts(completions):
-        import numpy
-
-        return {"a": numpy.ma.masked_invalid([math.inf, 1.0, math.nan])}
-
-    with RewardRunner([flat, rows, parts], workers=workers) as runner:
+    with RewardRunner([flat, rows], workers=workers) as runner:
         table = values(runner(batch(["a", "b", "c"])).rewards_NRK)
-    assert [row[0] for row in table] == [[1, 1], [-99, -99], [3, 3]]
-    assert [row[1] for row in table] == [[1, -99], [-99, -99], [5, 6]]
-    assert [row[2] for row in table] == [[-99, -99], [1, 1], [-99, -99]]
+    assert table == [[[1, 1], [1, -99]], [[-99, -99], [-99, -99]], [[3, 3], [5, 6]]]
 
 
 @pytest.mark.parametrize(
@@ -795,64 +734,32 @@ def test_text_of_chat_completions():
         RewardRunner([exact_answer()])(batch([image], [Task(answer="5")]))
 
 
-def test_math_equivalence_of_bare_text():
-    cases = [
-        *[(x, x, 1) for x in ("A", "(1,2)", "x+y", "yes", "True", "12:30", "[1, 2)", r"\text{A}")],
-        ("B", "A", 0),
-        ("no", "yes", 0),
-        ("(1,3)", "(1,2)", 0),
-        ("y+x", "x+y", 1),
-        (r"2\pi", "2", 0),
-        (r"2\pi", r"2\pi", 1),
-        ("The answer is 5", "5", 1),
-        ("5", ["4", "5"], 1),
-        ("5", np.array(["4", "5"]), 1),
-        ("6", ["4", "5"], 0),
-    ]
-    tasks = [Task(answer=a) for _, a, _ in cases]
-    with RewardRunner([math_equivalence()]) as runner:
-        scored = runner(batch([c for c, _, _ in cases], tasks))
-    assert values(scored.rewards_NR[:, 0]) == [w for _, _, w in cases]
-
-
 def test_columns_are_passed_only_to_functions_that_take_them():
     seen = {}
 
-    def named(prompts, completions, level):
-        seen["named"] = (prompts, completions, level)
-        return [0.0] * len(completions)
-
     def everything(completions, **columns):
-        seen["all"] = {k: v for k, v in columns.items() if k != "sample_seed"}
+        seen.update(columns)
         return [0.0] * len(completions)
 
     def one(prompt, completion, level=None, missing="default"):
         assert missing == "default" and level in (1, None)
         return 0.0
 
+    def named(completions, level):
+        return [0.0] * len(completions)
+
     chat = [{"role": "user", "content": "hi"}]
     tasks = [Task("p", level=1, answer="x"), Task(chat, answer="y")]
-    states = {"completion_ids": torch.tensor([[1, 2, 3], [4, 5, 6]])}
-    rollout = batch(["a", "b"], tasks, states)
+    rollout = batch(["a", "b"], tasks, {"completion_ids": torch.tensor([[1, 2, 3], [4, 5, 6]])})
     rollout.mask_NS[1, 2] = False
     RewardRunner([named, everything, one])(rollout)
-    assert seen["named"] == (["p", chat], ["a", "b"], [1, None])
-    assert seen["all"] == {
-        "prompts": ["p", chat],
-        "completion_ids": [[1, 2, 3], [4, 5]],
-        "level": [1, None],
-        "answer": ["x", "y"],
-    }
+    assert seen["prompts"] == ["p", chat] and seen["completion_ids"] == [[1, 2, 3], [4, 5]]
+    assert seen["level"] == [1, None] and seen["answer"] == ["x", "y"]
     with pytest.raises(ValueError, match="needs 'level'.*There are: prompts, completions, answer"):
         RewardRunner([named])(batch(["a"]))
 
 
 def test_what_one_function_does_to_its_arguments_no_other_sees():
-    def lower(completions, **columns):
-        for i, c in enumerate(completions):
-            completions[i] = c.lower()
-        return [1.0] * len(completions)
-
     def clears(prompts, completions, answer, table, **columns):
         for row in table:
             row["ids"].clear()
@@ -868,39 +775,26 @@ def test_what_one_function_does_to_its_arguments_no_other_sees():
         return 1.0
 
     def spoils_and_raises(completions):
-        completions.append("more")
         completions[0] = "LONGER"
-        if len(completions) > 2:
+        if len(completions) > 1:
             raise ValueError("more than one")
         return [float(len(completions[0]))]
-
-    def upper(completion):
-        return float(sum(map(str.isupper, completion)))
 
     def state(prompt, completion, table, array, answer):
         return len(prompt[0]["content"]) + 10 * len(table["ids"]) + 100 * array.sum() + len(answer)
 
-    functions = dict(
-        lower=lower,
-        clears=clears,
-        rewrites=rewrites,
-        spoils=spoils_and_raises,
-        upper=upper,
-        state=state,
-        sum=compose("sum", [lower, upper], sum),
-        nested=compose("p", [compose("s", [rewrites, state], lambda x: x[1]), clears], math.prod),
-        gated=compose("gated", [state, rewrites], GATE),
-    )
-    want = dict.fromkeys(["lower", "clears", "rewrites"], 1.0)
-    want |= dict(spoils=6.0, upper=2.0, state=226, sum=3.0, nested=226, gated=226)
-
+    second = compose("second", [rewrites, state], lambda parts: parts[1])
+    nested = compose("nested", [second, clears], math.prod)
+    functions = dict(clears=clears, rewrites=rewrites, spoils=spoils_and_raises)
+    functions |= dict(state=state, nested=nested)
+    want = dict(clears=1.0, rewrites=1.0, spoils=6.0, state=226, nested=226)
     # all samples of a group share one task, and all tasks share one array
     array = np.array([1.0, 1.0])
     prompts = [[{"role": "user", "content": "hello"}] for _ in range(3)]
     tasks = [Task(prompts[i], table={"ids": [1, 2]}, array=array, answer=["4"]) for i in range(3)]
     before = repr([(t.prompt, t.columns) for t in tasks])
     names = list(functions)
-    for order in (names, names[::-1], names[4:] + names[:4]):
+    for order in (names, names[::-1]):
         for workers in (0, 1):
             rollout = batch(["AB"] * 6, [tasks[i // 2] for i in range(6)])
             chosen = {name: functions[name] for name in order}
@@ -910,54 +804,23 @@ def test_what_one_function_does_to_its_arguments_no_other_sees():
             assert scored.rewards_NR.tolist() == [[want[name] for name in order]] * 6
             assert rollout.outputs == ["AB"] * 6
             assert repr([(t.prompt, t.columns) for t in tasks]) == before
-
-
-def test_own_copy_copies_containers_and_shares_what_cannot_be_copied():
-    from collections import defaultdict
-
-    leaf = torch.ones(2, requires_grad=True)
-    lock, text = threading.Lock(), "x" * 1000
-    value = {
-        "list": [1, [2, "a"]],
-        "tuple": (1, [2]),
-        "set": {1},
-        "default": defaultdict(list, a=[1]),
-        "array": np.ones(2),
-        "tensor": leaf,
-        "graph": [leaf * 2],  # torch cannot deep-copy it
-        "lock": [lock],
-        "text": text,
-        "bytes": bytearray(b"a"),
-    }
-    value["list"].append(value["list"][1])  # the same list twice: two lists in the copy
-    copy = own_copy(value)
-    assert repr(copy) == repr(value)
-    for key in ("list", "tuple", "set", "default", "array", "tensor", "bytes"):
-        assert copy[key] is not value[key]
-    assert copy["list"][1] is not copy["list"][2] and copy["tuple"][1] is not value["tuple"][1]
-    assert copy["lock"][0] is lock and copy["text"] is text
+    lock = threading.Lock()
+    assert own_copy([lock])[0] is lock  # what cannot be copied is shared
 
 
 def test_callable_objects_partials_and_methods():
     import functools
 
-    class Judge:
-        def __call__(self, completion):
-            return 2.0
+    class Own:
+        def __call__(self, completion, scale=2.0):
+            return scale
 
         def method(self, completions):
             return [3.0] * len(completions)
 
-    def scaled(completion, scale):
-        return scale
-
-    functions = {
-        "object": Judge(),
-        "method": Judge().method,
-        "partial": functools.partial(scaled, scale=4.0),
-    }
+    own = {"object": Own(), "method": Own().method, "partial": functools.partial(Own(), scale=4.0)}
     for workers in (0, 1):
-        with RewardRunner(functions, workers=workers) as runner:
+        with RewardRunner(own, workers=workers) as runner:
             assert runner(batch(["a"])).rewards_NR.tolist() == [[2, 3, 4]]
 
 
@@ -974,41 +837,10 @@ def test_ranks_must_agree_and_scalars_count_at_every_rank():
     assert values(RewardRunner(gaps)(batch(["n", "a"])).rewards_NRK) == [[[-99, -99]], [[1, 2]]]
 
 
-def test_declared_components_need_exactly_their_keys():
-    @reward_function(components=("a", "b"))
-    def two(completions):
-        return {"b": [2.0] * len(completions), "a": [1.0, None]}
-
-    scored = RewardRunner([two])(batch(["x", "y"]))
-    assert scored.reward_names == ("two/a", "two/b")
-    assert values(scored.rewards_NR) == [[1, 2], [-99, 2]]
-    one = reward_function(lambda completion: {"a": 1}, components=("a", "b"), name="two")
-    with pytest.raises(RewardError, match="expected a dict with keys"):
-        RewardRunner([one])(batch(["x"]))
-
-
 def test_rows_without_any_component_are_counted():
     runner = RewardRunner({"f": lambda completion: None if completion == "n" else 1.0})
     assert values(runner(batch(["n", "a", "n"])).rewards_NR) == [[-99], [1], [-99]]
     assert runner.metrics()["reward/n_no_component"] == 2
-
-
-def test_state_is_json_and_continues_counters_and_seeds():
-    @reward_function(name="noise")
-    def noise(completion, sample_seed):
-        return sample_seed % 1000
-
-    whole, first, second = (RewardRunner([noise], seed=5) for _ in range(3))
-    tables = [whole(batch(["a"] * 4)).rewards_NR.tolist() for _ in range(3)]
-    assert first(batch(["a"] * 4)).rewards_NR.tolist() == tables[0]
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert [second(batch(["a"] * 4)).rewards_NR.tolist() for _ in range(2)] == tables[1:]
-    a, b = whole.state_dict(), second.state_dict()
-    for s in (a, b):
-        s["totals"]["noise"].pop("seconds")
-    assert a == b
-    with pytest.raises(ValueError, match="version 2"):
-        whole.load_state_dict(a | {"version": 2})
 
 
 def test_policies_of_a_component_and_options_beside_a_configuration():
@@ -1044,16 +876,12 @@ ODD = [None, 3, [], {}, "x", Judge, nan, math.inf, -1.0, True, object()]
     [
         ("on_error", (3, -1.0)),
         ("on_timeout", (None, 3, -1.0)),
-        ("on_nonfinite", (None, 3, -1.0)),
         ("on_none", (3, -1.0)),
         ("workers", (3,)),
         ("timeout_s", (3,)),
-        ("chunk_size", (3,)),
         ("memory_mb", (None, 3)),
         ("keep_env", ([],)),
-        ("start_timeout_s", (3,)),
         ("max_error_share", ()),
-        ("warn_error_share", ()),
         ("seed", (3,)),
     ],
 )
@@ -1152,44 +980,25 @@ def test_wrong_parameters_of_ready_rewards_are_one_line(factory, given):
     one_line(lambda: length_target(0), "width must be > 0")
 
 
-def test_numbers_are_compared_by_value_without_building_huge_integers():
-    start = time.monotonic()
-    assert number_value("1e999999999") is None and number_value("9" * 10**6) is None
-    assert exact_answer()(completion="9" * 10**6, answer="1") == 0.0
-    assert time.monotonic() - start < 1
-    assert exact_answer()(completion="1,000.0", answer=1000) == 1.0
-    assert exact_answer()(completion="10", answer="1") == 0.0
-
-
 @pytest.mark.parametrize(
     "said, answer, want",
     [
         ("1 2/3", "4", 0),
-        ("1 2/3", "12/3", 0),
         ("1 2/3", "5/3", 1),
         ("-1 2/3", "-5/3", 1),
-        ("3 1/2", "31/2", 0),
-        ("3 1/2", "3.5", 1),
         ("3  1 / 2", "7/2", 1),
         ("1 5/3", "8/3", 0),  # no mixed number
-        ("1 2/0", "1", 0),
         ("1 2", "12", 0),
         ("1\n2", "12", 0),
-        ("12", "1 2", 0),
-        ("1. 5", "1.5", 0),
         ("1 000", "1000", 0),  # one group: also the numbers 1 and 0
         ("1 234 567", "1234567", 1),
         ("1\u00a0234\u00a0567.0", "1234567", 1),
         ("1 234 56", "123456", 0),
-        ("12 34 567", "1234567", 0),
         ("1,234 567", "1234567", 0),
         ("1,234", "1234", 1),
         ("0,123", "123", 0),  # a decimal comma
-        ("1, 234", "1234", 0),
-        ("1,23", "123", 0),
         ("$ 1,000.50", "1000.5", 1),
         ("- 5 %", "-5", 1),
-        ("3 - 5", "-5", 0),
         ("1,000/2", "500", 1),
     ],
 )
@@ -1209,13 +1018,6 @@ def test_numbers_in_a_row_are_no_number_but_in_groups_of_three(parts, below):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.fractions(), st.integers(0, 3))
-def test_number_value_reads_fractions(x, spaces):
-    text = f"{x.numerator}{' ' * spaces}/{' ' * spaces}{x.denominator}"
-    assert number_value(text) == (x if len(text.replace(" ", "")) <= 100 else None)
-
-
-@settings(max_examples=100, deadline=None)
 @given(st.text(alphabet="<>/answer x", max_size=60), st.text(alphabet="ab ", max_size=9))
 def test_between_tags_finds_the_last_pair(noise, inside):
     assert between_tags(f"{noise}<answer>{inside}</answer>") == inside.strip()
@@ -1227,15 +1029,6 @@ def test_tags_are_found_in_linear_time():
     start = time.monotonic()
     assert between_tags(text) is None and answer_tags()(completion=text) == 0.0
     assert time.monotonic() - start < 2
-
-
-def test_ready_rewards_ignore_unknown_columns_and_skip_missing_answers():
-    for f in (exact_answer(), reasoning_gym_score()):
-        spec = RewardSpec.of(f)
-        assert spec.accepts is None
-    tasks = [Task("q", answer=None, metadata=None, other=3), Task("q", answer="1", metadata=None)]
-    scored = RewardRunner([exact_answer(), reasoning_gym_score()])(batch(["1", "1"], tasks))
-    assert values(scored.rewards_NR) == [[-99, -99], [1, -99]]
 
 
 def test_reasoning_gym_oracles_score_one_also_after_json():
@@ -1379,18 +1172,11 @@ def test_infinities_are_refused_wherever_they_sit_in_a_composition():
     def fine(completion):
         return 1.0
 
-    @reward_function(whole_batch=True)
-    def batchwise(completions):
-        return [wild(c) for c in completions]
-
     second = lambda parts: parts[1]  # noqa: E731
     functions = {
         "unused": compose("unused", [wild, fine], second),
-        "product": compose("product", [fine, wild], math.prod),
         "opens": compose("opens", [fine, wild], GATE),
-        "closed": compose("closed", [wild, fine], lambda parts: 0.0),
         "nested": compose("nested", [fine, compose("inner", [wild, fine], second)], sum),
-        "batchwise": compose("batchwise", [batchwise, fine], second),
     }
     for workers in (0, 1):
         with RewardRunner(functions, workers=workers, on_nonfinite="skip", **QUIET) as runner:
@@ -1399,11 +1185,6 @@ def test_infinities_are_refused_wherever_they_sit_in_a_composition():
             column = values(scored.rewards_NR[:, j])
             assert column[0] != -99 and column[1:] == [-99] * 3
             assert counts(runner, name) == [1, 1, 0, 0, 2]
-    with pytest.raises(RewardError, match="'large', sample 0: nonfinite.*got float 1e"):
-        RewardRunner([compose("large", {"x": lambda completion: 1e300}, sum)])(batch(["a"]))
-
-
-def test_faults_of_parts_are_named():
     rows = lambda completion: [1.0, 2.0]  # noqa: E731
     text = lambda completion: "1"  # noqa: E731
     for f, message in ((rows, "part 'x': compositions take one"), (text, "part 'x': expected a")):
@@ -1421,10 +1202,6 @@ def test_names_that_stand_twice_are_refused():
     ):
         with pytest.raises(ValueError, match="name of its own"):
             make()
-    tasks = [Task(answer="1", other="2")]
-    both = {"a": exact_answer(), "b": exact_answer(column="other")}
-    pair = compose("pair", both, lambda parts: parts[0] + 2 * parts[1])
-    assert RewardRunner([pair])(batch(["2"], tasks)).rewards_NR.tolist() == [[2]]
 
 
 @settings(max_examples=20, deadline=None)
