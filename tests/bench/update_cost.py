@@ -47,53 +47,43 @@ ROWS = {
 }
 
 
+def any_text(text, answer):
+    return sum(ord(c) % 7 for c in text) / (7 * max(len(text), 1))
+
+
+def right_answer(text, answer):
+    return float(text.split("</think>")[-1].strip() == str(answer))
+
+
 def ours(a):
     import torch
 
+    from grpo_nb.advantages import grpo
     from grpo_nb.core import seeded
-    from grpo_nb.lab.recipe import load_config
     from grpo_nb.policies.tokens import TokenPolicy
     from grpo_nb.tasks import Taskset
-    from grpo_nb.trainer import GRPO
-    from grpo_nb.update import update
-    from grpo_nb.verifiers import exact_answer
+    from grpo_nb.update import UpdateConfig, update
 
     torch.set_num_threads(a.threads)
-    tasks = Taskset.load(Path(a.dir) / "tasks.jsonl")
-
-    def any_text(completions, completion_ids, **columns):
-        return [sum(i % 7 for i in ids) / (7 * len(ids)) for ids in map(list, completion_ids)]
-
-    runs = []
+    tasks = list(Taskset.load(Path(a.dir) / "tasks.jsonl"))
+    reward, runs = right_answer if a.reward else any_text, []
     for k in a.epochs:
-        policy = TokenPolicy.from_pretrained(
-            Path(a.dir) / "model", max_new_tokens=a.tokens, chunk_tokens=a.chunk or None
-        )
-        over = [f"train_batch_size={a.prompts}", f"num_generations={a.generations}"]
-        over += [f"optimizer.lr={a.lr}", "optimizer.warmup=0", f"update.num_epochs={k}"]
-        over += [
-            f"update.micro_tokens={a.micro or 'null'}",
-            f"update.skip_zero_advantage={bool(a.skip)}",
-        ]
-        reward = exact_answer(extract="marker", marker="</think>") if a.reward else any_text
-        trainer = GRPO(policy, tasks, {"r": reward}, load_config(None, over))
+        model, chunk = Path(a.dir) / "model", a.chunk or None
+        policy = TokenPolicy.from_pretrained(model, max_new_tokens=a.tokens, chunk_tokens=chunk)
+        optimizer = torch.optim.AdamW(policy.parameters(), a.lr, weight_decay=0.0)
+        config = UpdateConfig(k, micro_tokens=a.micro or None, skip_zero_advantage=bool(a.skip))
         seconds, cpu, peaks, steps = [], [], [], 0
-        for _ in range(a.cycles + 1):
-            rollout = trainer.collect()
+        for cycle in range(a.cycles + 1):
+            batch = tasks[cycle * a.prompts :][: a.prompts]
+            rollout = policy.sample(batch, a.generations, seeded(cycle))
+            pairs = zip(rollout.outputs, rollout.tasks)
+            rewards = torch.tensor([reward(o, t.columns["answer"]) for o, t in pairs])
             ctypes.CDLL("libc.so.6").malloc_trim(0)
             base = rss_mb()
             reset_peak()
             start, cpu_start = time.perf_counter(), time.process_time()
-            advantages, _ = trainer.advantages(rollout)
-            done = update(
-                policy,
-                rollout,
-                advantages,
-                trainer.optimizer,
-                trainer.config.update,
-                None,
-                seeded(0),
-            ).done
+            advantages = grpo(rewards, rollout.group_N)
+            done = update(policy, rollout, advantages, optimizer, config).done
             seconds.append(time.perf_counter() - start)
             cpu.append(time.process_time() - cpu_start)
             peaks.append(peak_mb() - base)
