@@ -38,7 +38,9 @@ from .scheduler import EXPERIENCE_OPERATORS, TasksetScheduler
 from .selectors import SELECTORS, BaseSelector, TaskSelectorConfig
 from .shares import SHARES
 from .tasks import Task, Taskset, data_path
-from .lab.record import Run, diagnose, read_trl, read_verl
+from .lab.diagnosis import diagnose
+from .lab.log_importers import read_trl, read_verl
+from .lab.record import Run
 from .config import build_config
 from .lab.recipe import GRPOConfig, load_config
 from .lab.session import check_resume

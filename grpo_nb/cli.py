@@ -28,7 +28,8 @@ from .lab.budgets import Budget, Samples, Seconds, Steps, to_budget
 from .lab.compare import Spec, Workers, carry_out, compare, plan_runs, seed_list
 from .lab.filter_logs import format_summary, parse_filter_logs
 from .lab.paired_statistics import STATISTICS
-from .lab.record import RunLocked, flat_keys
+from .files import RunLocked
+from .lab.frames import flat_keys
 from .lab.study import Study
 from .tasks import data_path
 from .config import override

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
+from grpo_nb.files import read_jsonl
 from grpo_nb.lab import checkpoint, session
 from grpo_nb.lab.checkpoint import latest
 from grpo_nb.lab.recipe import load_config, open_policy, open_stream
-from grpo_nb.lab.record import is_timing, read_jsonl
+from grpo_nb.lab.record import is_timing
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 

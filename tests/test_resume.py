@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_nb.files import RunLocked, read_jsonl
 from grpo_nb.lab import checkpoint
 from grpo_nb.lab.checkpoint import (
     CheckpointError,
@@ -25,7 +26,6 @@ from grpo_nb.lab.checkpoint import (
     seal,
 )
 from grpo_nb.lab.recipe import load_config
-from grpo_nb.lab.record import RunLocked, read_jsonl
 from grpo_nb.lab.session import check_resume
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO, Paused

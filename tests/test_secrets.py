@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
+from grpo_nb.files import HIDDEN, hidden_keys, hide_secrets, refuse_hidden
 from grpo_nb.lab.budgets import Steps
 from grpo_nb.lab.compare import compare
 from grpo_nb.lab.recipe import load_config
-from grpo_nb.lab.record import HIDDEN, hidden_keys, hide_secrets, refuse_hidden
 from grpo_nb.rewards import REWARDS
 from grpo_nb.trainer import GRPO
 

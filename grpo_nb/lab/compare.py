@@ -32,7 +32,9 @@ import grpo_nb.lab.report  # noqa: F401  gives a study its table, plot and repor
 from ..config import check_number, one_of
 from ..files import Lock, hide_secrets, plain
 from .budgets import Budget, to_budget
-from .record import display_mode, environment, flat_keys
+from .frames import flat_keys
+from .progress import display_mode
+from .record import environment
 from grpo_nb.lab.runs import (
     REWARD_KEYS,
     Job,

@@ -23,7 +23,7 @@ from ..config import unknown_name
 from ..files import write_atomic
 from .budgets import to_budget
 from .paired_statistics import holm, improvement, seed_interval, sign_flip
-from .plots import COLORS, make_figure, styled
+from .plots import COLORS, make_figure
 from .study import MEAN, Study, check_metric, final_score, held_out, is_lower
 from .study import lower_names, name_list
 from ..statistics import t_interval
@@ -323,7 +323,6 @@ def common_curve(
 
 
 @patch
-@styled
 def plot(
     self: Study,
     x: str = "rollouts",  # tokens, seconds, steps, updates, or any column of `curves`

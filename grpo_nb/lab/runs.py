@@ -31,7 +31,8 @@ from fastcore.basics import patch
 from ..core import Registry
 from ..files import Appender, hide_secrets, read_jsonl, write_atomic
 from .budgets import Budget, Samples, Seconds, Steps
-from .record import COUNTERS, finite, flat_keys
+from .frames import finite, flat_keys
+from ..metrics import COUNTERS
 from .study import check_metric
 from ..rewards import REWARDS
 from ..config import config_tree, override

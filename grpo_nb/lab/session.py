@@ -34,7 +34,8 @@ from grpo_nb.lab.checkpoint import (
     read_state,
     write_checkpoint,
 )
-from .record import Progress, Run, is_run, is_timing
+from .progress import Progress
+from .record import Run, is_run, is_timing
 from ..tasks import Task
 from ..trainer import GRPO
 
@@ -209,7 +210,7 @@ def on_batch_start(self: Session, trainer: GRPO):
         raise ValueError(self.half)
     if self.fitting and self.bar is None:
         mode = None if self.setting("run").progress else "quiet"
-        self.bar = Progress(trainer.goal, trainer.step_done, self.run, mode=mode)
+        self.bar = Progress(trainer.goal, trainer.step_done, mode=mode)
     self.autosave()
     self.undo = remember(trainer)
 

@@ -20,7 +20,8 @@ from fastcore.basics import patch
 from ..config import unknown_name
 from ..files import write_atomic
 from .budgets import Seconds, to_budget
-from .record import COUNTERS, finite
+from .frames import finite
+from ..metrics import COUNTERS
 
 # %% ../../nbs/lab/04_study.ipynb #8df559bd
 MEAN = "mean_"  # mean_X is the mean of X over all evaluations of a run, from before training on

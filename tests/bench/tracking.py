@@ -18,7 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_nb.lab.record import Counters, Run
+from grpo_nb.lab.plots import plot_run
+from grpo_nb.lab.record import Run
+from grpo_nb.metrics import Counters
 
 
 def full_row(step: int, rng) -> dict:
@@ -74,7 +76,7 @@ def training(dir: Path, steps: int = 40) -> dict[str, float]:
         data_path("recipes/quickstart.yaml"), [f"{k}={v}" for k, v in over.items()]
     )
     trainer, ends, spent = GRPO.from_config(config), [], []
-    record = trainer._record
+    record = trainer.record
 
     def timed(row):
         start = time.process_time()
@@ -82,7 +84,7 @@ def training(dir: Path, steps: int = 40) -> dict[str, float]:
         ends.append(time.process_time())
         spent.append(ends[-1] - start)
 
-    trainer._record = timed
+    trainer.record = timed
     trainer.fit()
     whole = np.diff(ends)  # from the end of one record to the end of the next
     share = float(np.sum(spent[1:]) / np.sum(whole))
@@ -143,16 +145,16 @@ def main() -> int:
         )
         run.close()
         out["file_mb"] = (run.dir / "metrics.jsonl").stat().st_size / 1e6
-        Run.open(run.dir).plot(["reward"]).canvas.draw()  # imports and fonts, once per process
+        plot_run(run.dir, ["reward"]).canvas.draw()  # imports and fonts, once per process
         best = []
         for _ in range(3):
             start = time.process_time()
             again = Run.open(run.dir)
             frame = again.frame()
             mid = time.process_time()
-            again.plot(["reward", "dead_groups", "kl_old", "entropy"]).canvas.draw()
+            plot_run(again, ["reward", "dead_groups", "kl_old", "entropy"]).canvas.draw()
             end = time.process_time()
-            again.plot().canvas.draw()
+            plot_run(again).canvas.draw()
             best.append((end - start, mid - start, end - mid, time.process_time() - end))
         assert len(frame) == a.steps
         names = ("open_and_plot_s", "open_s", "plot_4_panels_s", "plot_all_panels_s")

@@ -1,0 +1,434 @@
+"""The run directory under faults: torn lines, full disks, kills, two writers, resumes, a mirror that fails."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_nb.files import RunLocked, json_line, read_jsonl, repair_tail
+from grpo_nb.lab.diagnosis import diagnose
+from grpo_nb.lab.frames import _fill_level, metric_row, sample_rows
+from grpo_nb.lab.plots import plot_run
+from grpo_nb.lab.record import Run
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def no_wandb_mode(monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+
+
+def python(code, *args, **kw):
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    code = textwrap.dedent(code)
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, args)], env=env, **kw)
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def test_the_record_loads_without_pandas_plotting_or_wandb():
+    code = "import sys, grpo_nb.lab.record; print([m for m in ('pandas','matplotlib','wandb','yaml') if m in sys.modules])"
+    child = python(code, stdout=subprocess.PIPE, text=True)
+    assert child.communicate()[0].strip() == "[]"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.dictionaries(
+            st.text(min_size=1, max_size=5).filter(lambda k: k != "step"),
+            st.one_of(st.floats(width=64), st.integers(-(2**60), 2**60), st.booleans(), st.none()),
+            max_size=4,
+        ),
+        max_size=6,
+    )
+)
+def test_rows_survive_writing_and_reading(tmp_path_factory, metrics):
+    path = tmp_path_factory.mktemp("rows") / "m.jsonl"
+    path.write_bytes(b"".join(json_line(metric_row(i, m)) for i, m in enumerate(metrics)))
+    rows, broken = read_jsonl(path)
+    assert not broken and len(rows) == len(metrics)
+    for row, m in zip(rows, metrics):
+        for k, v in m.items():
+            lost = isinstance(v, float) and not math.isfinite(v)
+            assert row[k] == (None if lost else v) and type(row[k]) is (
+                type(None) if lost else type(v)
+            )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 200))
+def test_a_file_cut_anywhere_keeps_every_whole_row(tmp_path_factory, n, cut):
+    whole = b"".join(json_line({"step": i, "text": "x" * i}) for i in range(n))
+    path = tmp_path_factory.mktemp("cut") / "m.jsonl"
+    data = whole[: min(cut, len(whole))]
+    path.write_bytes(data)
+    last, _ = repair_tail(path)
+    rows, broken = read_jsonl(path)
+    # a line whose newline is missing is whole too
+    expected = [
+        i
+        for i in range(n)
+        if len(b"".join(json_line({"step": j, "text": "x" * j}) for j in range(i + 1))) - 1
+        <= len(data)
+    ]
+    assert not broken and [r["step"] for r in rows] == expected
+    assert (last and last["step"]) == (expected[-1] if expected else None)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 200))
+def test_fill_level_uses_the_budget_and_never_more(lengths, budget):
+    level = _fill_level(lengths, budget)
+    used = sum(min(n, level) for n in lengths)
+    assert used <= budget
+    if level < max(lengths):
+        assert sum(min(n, level + 1) for n in lengths) > budget
+
+
+def test_sample_caps_hold():
+    rows = [
+        dict(group=i // 4, prompt="p" * 50, completion="c" * 500, reward=0.0) for i in range(40)
+    ]
+    kept, dropped = sample_rows(1, rows, max_rows=10, max_chars=900)
+    assert len(kept) == 8 and dropped == 32  # two whole groups; a third does not fit
+    marks = sum(r[k].count("characters left out") for r in kept for k in ("prompt", "completion"))
+    assert marks == 8 and all(len(r["prompt"]) == 50 for r in kept)
+
+
+def test_full_disk_keeps_the_file_whole(tmp_path, monkeypatch):
+    run = Run.create(tmp_path / "r")
+    run.log(1, {"reward": 1.0})
+    file = run._files["metrics"].file
+
+    class Full:
+        def write(self, data):
+            file.write(data[:7])
+            raise OSError(28, "No space left on device")
+
+        def close(self):
+            file.close()
+
+    run._files["metrics"].file = Full()
+    with pytest.raises(OSError, match="No space"):
+        run.log(2, {"reward": 1.0})
+    run._files["metrics"].file = file
+    run.log(2, {"reward": 2.0})  # the step was not taken as logged
+    run.close()
+    assert run.frame().reward.tolist() == [1.0, 2.0]
+
+
+def test_environment_names_no_person_and_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_SECRET", "s3cret-value")
+    with Run.create(
+        tmp_path / "r", {"lr": 1.0, "wandb": {"api_key": "k3y-value"}}, seeds=[3]
+    ) as run:
+        pass
+    text = "".join(p.read_text() for p in run.dir.iterdir() if p.is_file())
+    assert "s3cret-value" not in text and "k3y-value" not in text
+    assert str(Path.home()) + "/" not in (run.dir / "environment.json").read_text()
+    env = run.environment
+    assert env["seeds"] == [3] and env["cpus"] >= 1 and "numpy" in env["packages"]
+
+
+# --------------------------------------------------------------------------------- create and resume
+
+
+def test_create_never_overwrites(tmp_path):
+    with Run.create(tmp_path / "r", {"a": 1}) as run:
+        run.log(1, {"x": 1})
+    with pytest.raises(FileExistsError, match="resume=True"):
+        Run.create(tmp_path / "r", {"a": 2})
+    names = []
+    for _ in range(2):
+        with Run.create(tmp_path / "r", {"a": 2}, if_exists="number") as other:
+            names.append(other.dir.name)
+    assert names == ["r-2", "r-3"]
+    assert (
+        Run.open(tmp_path / "r").config == {"a": 1} and len(Run.open(tmp_path / "r").frame()) == 1
+    )
+
+
+def test_resume_reports_what_changed_in_the_configuration(tmp_path):
+    Run.create(tmp_path / "r", {"lr": 1.0, "loss": {"clip": 0.2}}).close()
+    with pytest.warns(UserWarning, match="differs from the run's in: loss.clip"):
+        run = Run.create(tmp_path / "r", {"lr": 1.0, "loss": {"clip": 0.3}}, resume=True)
+    run.close()
+    changed = run.events().set_index("kind").loc["config_changed", "changes"]
+    assert changed == {"loss.clip": [0.2, 0.3]} and run.config["loss"]["clip"] == 0.2
+
+
+@pytest.mark.parametrize("cut", range(0, 8))
+def test_resume_at_every_step_gives_the_same_bytes(tmp_path, cut):
+    def log(run, steps):
+        for step in steps:
+            run.log(step, {"reward": step / 7, "kl": [0.1 * step, math.nan]})
+            run.log_samples(step, [dict(group=0, prompt="p", completion=str(step), reward=1.0)])
+            run.log_histogram(step, "ratio/0", [1.0, step])
+
+    with Run.create(tmp_path / "whole") as whole:
+        log(whole, range(1, 8))
+    with Run.create(tmp_path / "cut") as run:
+        log(run, range(1, min(cut + 3, 8)))  # logged further than the checkpoint
+    with open(tmp_path / "cut/metrics.jsonl", "ab") as f:
+        f.write(b'{"step":9,"rewa')
+    with Run.open(tmp_path / "cut") as run:
+        run.truncate_after(cut)
+        log(run, range(cut + 1, 8))
+    for name in ("metrics", "samples", "histograms"):
+        assert (tmp_path / f"cut/{name}.jsonl").read_bytes() == (
+            tmp_path / f"whole/{name}.jsonl"
+        ).read_bytes()
+    assert not list((tmp_path / "cut").glob(".*"))
+
+
+def test_a_resolved_omegaconf_configuration_is_stored(tmp_path):
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create({"lr": 1e-6, "loss": {"clip": 0.2}, "copy": "${lr}"})
+    with Run.create(tmp_path / "r", config) as run:
+        pass
+    assert run.config == {"lr": 1e-6, "loss": {"clip": 0.2}, "copy": 1e-6}
+
+
+def test_reading_takes_no_lock_and_writes_nothing(tmp_path):
+    with Run.create(tmp_path / "r") as run:
+        run.log(1, {"reward": 1.0})
+        run.log_samples(1, [dict(prompt="p", completion="c", reward=1.0, advantage=0.0)])
+    before = {p.name: p.read_bytes() for p in run.dir.iterdir()}
+    again = Run.open(run.dir)
+    (
+        again.frame(),
+        again.events(),
+        again.samples("best"),
+        again.config,
+        again.environment,
+        again.status,
+    )
+    plot_run(again), diagnose(again), repr(again)
+    assert again.last_step == 1
+    assert {p.name: p.read_bytes() for p in run.dir.iterdir()} == before
+
+
+def test_missing_rows_are_said(tmp_path):
+    with Run.create(tmp_path / "r") as run:
+        run.log(1, {"x": 1})
+        with pytest.warns(UserWarning, match="after step 5, but its metrics end at 1"):
+            run.truncate_after(5)
+    assert "missing_rows" in run.events().about.tolist()
+
+
+def test_state_says_how_it_ended(tmp_path):
+    with pytest.raises(ZeroDivisionError), Run.create(tmp_path / "a") as run:
+        run.log(1, {"x": 1})
+        1 / 0  # noqa: B018
+    assert run.status["state"] == "failed" and run.status["step"] == 1
+    stop = run.events().set_index("kind").loc["stop"]
+    assert stop.error == "ZeroDivisionError"
+    with pytest.raises(ValueError, match="is closed"):
+        run.log(2, {})
+
+
+WRITER = """
+    import sys
+    from grpo_nb.lab.record import Run
+    run = Run.create(sys.argv[1], {"a": 1})
+    step = 0
+    while True:
+        step += 1
+        run.log(step, {f"m{i}": step / 7 for i in range(60)})
+        if step == 20:
+            print("go", flush=True)
+"""
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.021])
+def test_kill_while_writing(tmp_path, wait):
+    child = python(WRITER, tmp_path / "r", stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "go\n"
+    with pytest.raises(RunLocked, match=f"process {child.pid}"):
+        Run.open(tmp_path / "r").log(10**9, {})
+    time.sleep(wait)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    with open(tmp_path / "r/metrics.jsonl", "ab") as f:
+        f.write(b'{"step":999999,"m0":0.1')  # the kill came in the middle of a line
+    with pytest.warns(UserWarning, match=r"left out 1 broken: line \d+ \(the last\)"):
+        n = len(Run.open(tmp_path / "r").frame())
+    assert n >= 20
+    with Run.create(tmp_path / "r", resume=True) as run:
+        assert run.last_step == n
+        run.log(n + 1, {"m0": 0.0})
+    frame = run.frame()
+    assert frame.step.tolist() == list(range(1, n + 2)) and not frame.attrs["broken_lines"]
+    kinds = run.events().kind.tolist()
+    assert kinds == ["start", "resume", "broken_line", "close"]
+    assert run.events().was[1] == "running"  # nobody closed it
+
+
+def test_two_writers_of_one_process(tmp_path):
+    run = Run.create(tmp_path / "r")
+    other = Run.open(tmp_path / "r")
+    assert other.frame().empty  # reading is free
+    with pytest.raises(RunLocked, match="is being written"):
+        other.log(1, {})
+    with pytest.raises(RunLocked):
+        Run.create(tmp_path / "r", resume=True)
+    run.close()
+    other.log(1, {"x": 1})
+    other.close()
+
+
+def test_lock_goes_with_the_object(tmp_path):
+    import gc
+
+    run = Run.create(tmp_path / "r")
+    del run  # a notebook variable that was overwritten
+    gc.collect()
+    with Run.create(tmp_path / "r", resume=True) as run:
+        assert run.events().kind.tolist() == ["start", "resume"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_does_not_release_the_lock(tmp_path):
+    code = """
+        import os, sys
+        from grpo_nb.lab.record import Run, RunLocked
+        run = Run.create(sys.argv[1])
+        pid = os.fork()
+        if not pid:
+            sys.exit(0)
+        os.waitpid(pid, 0)
+        try:
+            Run.open(sys.argv[1]).log(1, {})
+        except RunLocked:
+            print("held")
+    """
+    child = python(code, tmp_path / "r", stdout=subprocess.PIPE, text=True)
+    assert child.communicate()[0] == "held\n"
+    with Run.create(tmp_path / "r", resume=True) as run:  # released when the parent ended
+        run.log(1, {})
+
+
+def test_race_for_a_stale_lock_has_one_winner(tmp_path):
+    Run.create(tmp_path / "r").close()
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    owner = dict(pid=dead.pid, host="here")
+    (tmp_path / "r/lock").write_text(json.dumps(owner))
+    code = """
+        import sys
+        from grpo_nb.lab.record import Run, RunLocked
+        run = Run.open(sys.argv[1])
+        sys.stdin.readline()
+        try:
+            run.log(1, {}); print("won", flush=True); sys.stdin.readline()
+        except (RunLocked, ValueError):
+            print("lost", flush=True)
+    """
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    children = [python(code, tmp_path / "r", **pipes) for _ in range(3)]
+    for c in children:
+        c.stdin.write("go\n")
+        c.stdin.flush()
+    said = [c.stdout.readline().strip() for c in children]
+    for c in children:
+        c.communicate("end\n")
+    assert sorted(said) == ["lost", "lost", "won"]
+
+
+# ------------------------------------------------------------------------------------------- wandb
+
+
+class Stub:
+    """A wandb module that fails at one place."""
+
+    def __init__(self, fails):
+        self.fails, self.rows = fails, []
+
+    def Settings(self, **kw):
+        return kw
+
+    def init(self, **kw):
+        if self.fails == "init":
+            raise TimeoutError("no network")
+        self.id = "abc"
+        return self
+
+    def define_metric(self, *a, **kw):
+        pass
+
+    def Table(self, columns, data):
+        return (columns, data)
+
+    def Histogram(self, np_histogram):
+        return np_histogram
+
+    def log(self, row):
+        if self.fails == "log":
+            raise ConnectionError("gone")
+        self.rows.append(row)
+
+    def finish(self, exit_code):
+        if self.fails == "finish":
+            raise RuntimeError("cannot upload")
+
+
+@pytest.mark.parametrize("fails", ["init", "log", "finish", None])
+def test_failing_wandb_never_stops_training(tmp_path, monkeypatch, fails):
+    stub = Stub(fails)
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Run.create(tmp_path / "r", {"a": 1}, wandb="offline") as run:
+            for step in (1, 2, 3):
+                run.log(step, {"reward": 0.5, "kl_old": [0.1, 0.2]})
+                run.log_samples(step, [dict(group=0, completion="c", rewards={"acc": 1.0})])
+                run.log_histogram(step, "ratio/0", [1.0, 2.0])
+    assert len(run.frame()) == 3 and run.status["state"] == "finished"
+    told = [str(w.message) for w in caught if "wandb" in str(w.message)]
+    events = run.events()
+    assert len(told) == (1 if fails else 0)
+    assert (events.kind == "warning").sum() == len(told)
+    if fails is None:
+        assert stub.rows[0]["kl_old/1"] == 0.2 and run.status["wandb_id"] == "abc"
+        assert stub.rows[1]["samples"][0] == ["step", "group", "completion", "rewards/acc"]
+        assert stub.rows[2]["ratio/0"][0].sum() == 2
+
+
+def test_missing_wandb_is_one_warning(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # import raises ImportError
+    with pytest.warns(UserWarning, match="wandb could not start"):
+        run = Run.create(tmp_path / "r", wandb="online")
+    run.log(1, {"x": 1})
+    run.close()
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
+def test_wandb_offline_for_real(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    start = time.monotonic()
+    with Run.create(tmp_path / "r", {"a": 1}, wandb="online") as run:
+        for step in range(1, 6):
+            run.log(step, {"reward": step / 5})
+        run.log_samples(5, [dict(group=0, prompt="p", completion="<b>", reward=1.0)])
+        run.log_histogram(5, "ratio/0", np.ones(9))
+    files = list((tmp_path / "r").rglob("*.wandb"))
+    assert len(files) == 1 and files[0].stat().st_size > 0
+    assert not run.events().kind.eq("warning").any()
+    assert time.monotonic() - start < 10
