@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import check_number
+from .config import check_number, one_of
 from .core import Registry, Rollout
 
 # %% ../nbs/method/01_rewards.ipynb #391533b8
@@ -114,6 +114,7 @@ def _names(option: str, value: Any) -> tuple[str, ...]:
 def reward_function(
     function: Callable | None = None,  # the function; None when used with options
     *,
+    form: str | None = None,  # "batch" or "single", where the parameter names leave it open
     name: str | None = None,  # default: the function's __name__
     components: Sequence[str] = (),  # it returns a dict with exactly these keys
     needs: Sequence[str] = (),  # columns that it looks up in its **columns
@@ -131,7 +132,11 @@ def reward_function(
     for option, f in (("function", function), ("warm_up", warm_up)):
         if f is not None and not callable(f):
             raise ValueError(f"reward_function: {option} must be a function, got {_shown(f)}.")
-    options = dict(name=name, components=components, needs=needs, whole_batch=whole_batch)
+    if form is not None:
+        one_of("form of a reward:", form, ("batch", "single"))
+    options = dict(
+        form=form, name=name, components=components, needs=needs, whole_batch=whole_batch
+    )
     options |= dict(own_process=own_process, timeout_s=timeout_s, warm_up=warm_up)
 
     def mark(f):
@@ -178,17 +183,18 @@ def _parameters(function: Callable, name: str) -> list[inspect.Parameter]:
     return parameters
 
 # %% ../nbs/method/01_rewards.ipynb #cd0c06cf
-def _read_signature(function: Callable, name: str) -> dict[str, Any]:
+def _read_signature(function: Callable, name: str, form: str | None) -> dict[str, Any]:
     "Form, accepted and needed columns of a function."
     parameters = _parameters(function, name)
     named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
     words = {p.name for p in named}
-    if ("completions" in words) == ("completion" in words):
+    if form is None and ("completions" in words) == ("completion" in words):
         raise ValueError(
             f"Reward {name!r} takes ({', '.join(sorted(words))}): name one parameter `completions` (a batch) or "
-            "`completion` (one sample). A factory of rewards has to be called first."
+            "`completion` (one sample), or declare it with @reward_function(form=...). A factory of rewards has to be "
+            "called first."
         )
-    form = "batch" if "completions" in words else "single"
+    form = form or ("batch" if "completions" in words else "single")
     plural = {} if form == "batch" else {v: k for k, v in SINGULAR.items()}
     keys = [plural.get(p.name, p.name) for p in named]
     accepts = tuple(keys) if len(named) == len(parameters) else None
@@ -219,10 +225,11 @@ class RewardSpec:
     ) -> "RewardSpec":
         "Read signature and decorator."
         options = dict(getattr(function, "reward_options", {}))
-        declared, needs = options.pop("name", None), options.pop("needs", ())
+        declared, form = options.pop("name", None), options.pop("form", None)
+        needs = options.pop("needs", ())
         if name is None:
             name = declared or getattr(function, "__name__", type(function).__name__)
-        found = _read_signature(function, name)
+        found = _read_signature(function, name, form)
         if options.get("whole_batch") and found["form"] == "single":
             raise ValueError(
                 f"Reward {name!r} takes one sample and cannot be a whole_batch function."

@@ -516,6 +516,22 @@ def column(
         self._columns[name].flags.writeable = False
     return self._columns[name]
 
+# %% ../nbs/method/01_tasks.ipynb #08c51a35
+@patch(cls_method=True)
+def from_reasoning_gym(
+    cls: Taskset,
+    dataset: str,  # its name in reasoning-gym
+    size: int = 1000,  # number of problems
+    seed: int = 0,  # problem i depends on seed + i
+    prompt: str | Callable[[dict], Any] = "question",  # e.g. a function that shortens the question
+    name: str | None = None,  # default: the dataset's name
+    id: str | None = None,  # default: the name
+    rename: Mapping[str, str] | None = None,  # field of the problem -> its name in tasks
+    **config,  # the generator's own settings
+) -> Taskset:
+    "Problems made on demand; question, answer and metadata stay together."
+    return cls(gym_rows(dataset, size, seed, **config), prompt, name or dataset, id, rename)
+
 # %% ../nbs/method/01_tasks.ipynb #13fe0bdd
 @patch(cls_method=True)
 def load(
@@ -528,9 +544,7 @@ def load(
     if isinstance(source, Taskset):
         return source
     if isinstance(source, str) and source.startswith("gym:"):
-        own = {k: options.pop(k) for k in ("id", "rename") if k in options}
-        prompt = options.pop("prompt", "question")
-        return cls(gym_rows(source[4:], **options), prompt, name or source[4:], **own)
+        return cls.from_reasoning_gym(source[4:], name=name, **options)
     rows, default = _rows_of(source)
     return cls(rows, name=name or default, **options)
 

@@ -273,8 +273,9 @@ def math_equivalence(
 @REWARDS.register(force=True)
 def answer_tags(
     tags: Sequence[str] = ("think", "answer"),  # in the order wanted
+    strict: bool = True,  # nothing but white space may stand outside
 ) -> Callable:
-    "1 if every tag is opened and closed exactly once, in order, and only white space stands outside."
+    "1 if every tag is opened and closed exactly once, in order."
     if not _names("answer_tags: tags", tags):
         raise ValueError("answer_tags: tags must name at least one tag.")
 
@@ -288,7 +289,7 @@ def answer_tags(
                 return 0.0
             outside += text[at:start]
             at = end + len(last)
-        return float(not (outside + text[at:]).strip())
+        return float(not (strict and (outside + text[at:]).strip()))
 
     return reward
 
