@@ -347,7 +347,7 @@ class Collected:
     def num_gen_batches(self) -> int:
         return len(self.trace)
 
-# %% ../nbs/method/02_collector.ipynb #909cb667
+# %% ../nbs/method/02_collector.ipynb #62a9b7f6
 class GroupCollector:
     "Collects kept groups until a batch is full; all its state can be saved."
 
@@ -387,7 +387,6 @@ class GroupCollector:
         self.tally = Tally()
         self.trace: list[dict] = []
         self.gen_steps = 0
-        self.train_steps = 0
         self.policy_version = 0
         self.filter_rate = [0.0, 0.0]  # filtered and generated groups, earlier steps discounted
         self.seen: list | None = None  # lowest and highest value of each metric column
@@ -405,14 +404,13 @@ def warn(self: GroupCollector, found: Mapping[str, str]):
             self.warnings[key] = message
             log.warning(message)
 
-# %% ../nbs/method/02_collector.ipynb #b700f420
+# %% ../nbs/method/02_collector.ipynb #aa592a55
 @patch
 def collect(
     self: GroupCollector,
     generate: Callable[[int], Rollout | None],  # number of prompts -> samples; None = no data left
     reward: Callable[[Rollout], Rollout] | None = None,  # None: `generate` rewards already
     policy_version: int | None = None,  # updates so far; None = counted here
-    snapshot: Callable | None = None,  # remembers the state of `generate`, returns its undo
     on_batch: Callable[[GroupCollector], Any] | None = None,  # after each batch; True pauses
 ) -> Collected:
     "Sample, reward and filter until the batch is full; goes on with a step that was paused, cut off or loaded."
@@ -421,7 +419,7 @@ def collect(
     self.settle()  # the limit may have been raised since
     while self.status == "open":
         if not self.unrewarded:
-            rollout = _undo_if_it_fails(generate, self.needed, snapshot)
+            rollout = generate(self.needed)
             if rollout is None:
                 return self.finish()
             self.unrewarded = [rollout]
@@ -431,17 +429,6 @@ def collect(
         if on_batch is not None and on_batch(self):
             return Collected(None, "paused", {}, list(self.trace))
     return self.take()
-
-# %% ../nbs/method/02_collector.ipynb #7d14a65c
-def _undo_if_it_fails(generate: Callable, num_prompts: int, snapshot: Callable | None):
-    "One generation batch, all or nothing."
-    undo = snapshot() if snapshot else None
-    try:
-        return generate(num_prompts)
-    except BaseException:
-        if undo:
-            undo()
-        raise
 
 # %% ../nbs/method/02_collector.ipynb #10e10cfc
 @patch
@@ -468,18 +455,12 @@ def begin(
     self.status = "open"
     self.settle()
 
-# %% ../nbs/method/02_collector.ipynb #72332a2d
+# %% ../nbs/method/02_collector.ipynb #38142b20
 @patch
 def _hold(self: GroupCollector, piece: Rollout):
     if len(piece):
         self.held.append(piece)
         self.num_held += piece.num_groups
-
-
-@patch(as_prop=True)
-def done(self: GroupCollector) -> bool:
-    "True once the step can be closed with `take`."
-    return self.status in ("full", "cap")
 
 
 @patch(as_prop=True)
@@ -621,7 +602,7 @@ def finish(self: GroupCollector) -> Collected:
         self.warn({"end": text})
     return self._close("partial" if train else "end")
 
-# %% ../nbs/method/02_collector.ipynb #00003e96
+# %% ../nbs/method/02_collector.ipynb #029b6185
 @patch
 def _close(self: GroupCollector, outcome: str) -> Collected:
     if outcome == "partial" and min(held for (held,) in self.gather([self.num_held])) == 0:
@@ -644,7 +625,6 @@ def _close(self: GroupCollector, outcome: str) -> Collected:
     if trained is not None:
         self.unrewarded = []  # the update makes them samples of an older policy
         self.policy_version += 1
-        self.train_steps += 1
     self.status = "closed"
     self.held = []
     self.num_held = 0
@@ -689,8 +669,8 @@ def _look_back(self: GroupCollector, outcome: str, trained: Rollout | None, drop
         for line in end_lines(outcome, self.tally, 0 if trained is None else len(trained)):
             log.info(line)
 
-# %% ../nbs/method/02_collector.ipynb #1286d7fb
-_PLAIN = "status num_held trace gen_steps train_steps policy_version filter_rate seen window warnings".split()
+# %% ../nbs/method/02_collector.ipynb #a288468c
+_PLAIN = "status num_held trace gen_steps policy_version filter_rate seen window warnings".split()
 _ROLLOUTS = ("held", "carried", "unrewarded")
 
 

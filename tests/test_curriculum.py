@@ -97,7 +97,7 @@ class Run:
 
     def event(self):
         "One generation batch, or the end of a step: the points at which a run may be killed."
-        if self.collector.done:
+        if self.collector.status in ("full", "cap"):
             got = self.collector.take().rollout
             trained = [] if got is None else [got.tasks[i] for i in range(0, len(got), SAMPLES)]
             self.skill += 0.02 * len(trained)

@@ -83,15 +83,6 @@ class Source:
         self.given += num_prompts
         return groups_of(*hits.double().tolist(), start=self.given - num_prompts)
 
-    def snapshot(self):
-        state, given = self.rng.get_state(), self.given
-
-        def undo():
-            self.rng.set_state(state)
-            self.given = given
-
-        return undo
-
 
 def same(a, b):
     if a is None or b is None:
@@ -544,7 +535,7 @@ def test_killed_after_any_generation_batch_the_steps_are_the_same_bytes(options,
     def run(pause, steps=4):
         source, c, out, pauses = Source(seed=4), GroupCollector(config, 8, make_task=str), [], 0
         while len(out) < steps:
-            got = c.collect(source, snapshot=source.snapshot, on_batch=lambda c: pause)
+            got = c.collect(source, on_batch=lambda c: pause)
             if got.outcome != "paused":
                 out.append(got)
                 continue
@@ -583,20 +574,6 @@ def test_a_batch_waits_for_its_rewards_also_in_a_checkpoint():
     assert same(again.rollout, whole.rollout) and again.trace == whole.trace
     with pytest.raises(ValueError, match="another format"):
         d.load_state_dict({"json": {}, "tensors": {}})
-
-
-def test_an_interrupt_while_sampling_is_undone():
-    source = Source(seed=4)
-    c = GroupCollector(FilterGroupsConfig(**QUIET), 8)
-
-    def cut(n):
-        source(n)
-        raise KeyboardInterrupt
-
-    before = source.rng.get_state()
-    with pytest.raises(KeyboardInterrupt):
-        c.collect(cut, snapshot=source.snapshot)
-    assert source.given == 0 and torch.equal(before, source.rng.get_state())
 
 
 def test_state_is_a_snapshot():

@@ -80,7 +80,7 @@ def test_generation_batches_and_training_steps_are_counted_apart():
     t = make("steps=3", "optimizer.schedule=linear", "optimizer.warmup=2").fit()
     rows = t.history
     batches = sum(r["train/num_gen_batches"] for r in rows)
-    assert batches > 3 == t.step_done == t.collector.train_steps
+    assert batches > 3 == t.step_done == t.policy_version
     assert t.collector.gen_steps == rows[-1]["filter/gen_steps"] == batches
     assert rows[-1]["optimizer_steps"] == 3
     assert rows[-1]["n_rollouts_generated"] == batches * 24 > rows[-1]["n_rollouts_trained"] == 72
@@ -220,7 +220,7 @@ def test_a_skipped_step_trains_nothing_and_says_so():
     start = weights(t)
     t.fit()
     assert t.step_done == 2 and torch.equal(weights(t), start)
-    assert t.collector.gen_steps == 4 and t.collector.train_steps == 0
+    assert t.collector.gen_steps == 4 and t.policy_version == 0
     for row in t.history:
         assert math.isnan(row["loss"]) and row["train/filter_rate"] == 1
         assert row["optimizer_steps"] == 0 and row["n_rollouts_trained"] == 0
