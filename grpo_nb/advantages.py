@@ -109,18 +109,6 @@ class GroupedRewards:
         values_NK = torch.where(self.ok_NK, values_NK, 0.0).to(self.dtype)
         return values_NK[:, 0] if self.flat else values_NK
 
-# %% ../nbs/method/01_advantages.ipynb #7e97f410
-def _lengths(lengths_N: Tensor | Sequence | None, like: Tensor) -> Tensor:
-    "Tokens of each response as float64."
-    if lengths_N is None:
-        raise ValueError("This needs lengths_N: the number of tokens of each response.")
-    lengths = torch.as_tensor(lengths_N, device=like.device)
-    if lengths.shape != like.shape[:1] or lengths.is_floating_point() or (lengths < 0).any():
-        raise ValueError(
-            f"lengths_N must be {len(like)} integers >= 0, got shape {tuple(lengths.shape)} {lengths.dtype}."
-        )
-    return lengths.double()
-
 # %% ../nbs/method/01_advantages.ipynb #901c139a
 def grouped_rewards(
     rewards: Tensor | np.ndarray | Sequence,  # (N,), (N, R) or (N, R, K); NaN = does not apply
@@ -203,6 +191,18 @@ def _spread_groups(group_N, processes: Any) -> Groups:
         )
     size = all_reduce(torch.bincount(ids, minlength=high + 1), processes)
     return Groups(ids, size, processes)
+
+
+def _lengths(lengths_N: Tensor | Sequence | None, like: Tensor) -> Tensor:
+    "Tokens of each response as float64."
+    if lengths_N is None:
+        raise ValueError("This needs lengths_N: the number of tokens of each response.")
+    lengths = torch.as_tensor(lengths_N, device=like.device)
+    if lengths.shape != like.shape[:1] or lengths.is_floating_point() or (lengths < 0).any():
+        raise ValueError(
+            f"lengths_N must be {len(like)} integers >= 0, got shape {tuple(lengths.shape)} {lengths.dtype}."
+        )
+    return lengths.double()
 
 # %% ../nbs/method/01_advantages.ipynb #48d609ac
 ADVANTAGES = Registry("advantage")
@@ -295,7 +295,7 @@ def mo_grpo(rewards, group_N, weights=None, *, eps=1e-4, ddof=1, **batch) -> Ten
     r = grouped_rewards(rewards, group_N, weights, **batch)
     return r.result(r.weighted_sum(r.normalise(r.rewards_NRK, eps, ddof)))
 
-# %% ../nbs/method/01_advantages.ipynb #4ae69974
+
 def warn_one_group(r: GroupedRewards) -> None:
     "A batch stage over one group undoes what it is for: say so."
     groups = (r.groups.size_P > 0).sum()
