@@ -86,7 +86,9 @@ def interpolate(
 ) -> np.ndarray:  # (N,) in [0, 1]
     "The pass rates of a policy somewhere between two reference models, or a little beyond."
     weaker, stronger = np.asarray(weaker, np.float64), np.asarray(stronger, np.float64)
-    return np.clip(weaker + (stronger - weaker) * interpolation, 0, 1)
+    guess = (stronger - weaker) * interpolation
+    guess += weaker
+    return np.clip(guess, 0, 1, out=guess)
 
 # %% ../nbs/method/01_difficulty.ipynb #b00a4daa
 @configuration
@@ -147,7 +149,8 @@ def posterior(
     "Beta parameters of some tasks."
     alpha, beta = 1 + self.solved_N[indices], 1 + self.unsolved_N[indices]
     for x in (alpha, beta):
-        x[x < 1 + 1e-12] = 1.0  # faded; samplers change their algorithm at exactly 1
+        if x.size and x.min() < 1 + 1e-12:  # faded; samplers change their algorithm at exactly 1
+            x[x < 1 + 1e-12] = 1.0
     return alpha, beta
 
 
@@ -176,8 +179,9 @@ def update(
     solved = unsolved = 0.0
     if self.weaker is not None:
         self._move_interpolation(f)
-        guess_N = interpolate(self.weaker, self.stronger, self._place())
-        solved, unsolved = self.rho * c.m * guess_N, self.rho * c.m * (1 - guess_N)
+        weight = self.rho * c.m
+        solved = weight * interpolate(self.weaker, self.stronger, self._place())
+        unsolved = weight - solved
     bots_update(self.solved_N, f.indices, f.counts * f.values, c.lamb, solved)
     bots_update(self.unsolved_N, f.indices, f.counts * (1 - f.values), c.lamb, unsolved)
 

@@ -320,9 +320,10 @@ def gumbel_top_k(
     rng: np.random.Generator,
 ) -> np.ndarray:  # (k,) in order of selection
     "Sample k without replacement, probability proportional to exp(logits)."
-    noisy = logits - np.log(rng.standard_exponential(len(logits)))
-    best = np.argpartition(-noisy, k - 1)[:k]
-    return best[np.argsort(-noisy[best], kind="stable")]
+    noisy = np.log(rng.standard_exponential(len(logits)))
+    np.subtract(noisy, logits, out=noisy)  # the smallest are the winners
+    best = np.argpartition(noisy, k - 1)[:k]
+    return best[np.argsort(noisy[best], kind="stable")]
 
 # %% ../nbs/method/02_selectors.ipynb #dafcda8d
 class EstimatorSelector(BaseSelector):
@@ -414,7 +415,8 @@ def scores(self: DifficultyBasedSelector) -> np.ndarray:  # (N,) in [-1, 0]
     alpha, beta = self.estimator.posterior()
     rng = np.random.default_rng(self.seed + self.current_index)
     p = rng.beta(alpha, beta) if self.options.do_sample else alpha / (alpha + beta)
-    return -np.abs(self.options.target_reward - p)
+    p -= self.options.target_reward
+    return -np.abs(p, out=p)
 
 # %% ../nbs/method/02_selectors.ipynb #cb05f459
 @patch
