@@ -6,7 +6,7 @@
 __all__ = ['KLStop', 'UpdateConfig', 'RatioMismatch', 'max_logp_diff', 'check_on_policy', 'micro_batches', 'rollout_logp',
            'UpdateReport', 'kl_mask_and_skipped', 'update']
 
-# %% ../nbs/method/02_update.ipynb #21d26677
+# %% ../nbs/method/02_update.ipynb #6f76ee87
 import math
 import warnings
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from .core import Groups, Policy, Rollout, minibatches
 from .losses import LossConfig, apply_mask, kl_penalty, policy_loss, report, window_counts
 from .processes import all_reduce
 
-# %% ../nbs/method/02_update.ipynb #7b71de2a
+# %% ../nbs/method/02_update.ipynb #0d36eb9a
 @configuration
 class KLStop:
     "When to stop the epochs over one rollout. The test comes before a step; `min_updates` steps are always taken."
@@ -60,7 +60,7 @@ def _kl_old(row: dict) -> float:
     "KL to the policy that sampled: exact if known."
     return row.get("kl_old/exact", row.get("kl_old/k3", math.nan))
 
-# %% ../nbs/method/02_update.ipynb #2915a5d0
+# %% ../nbs/method/02_update.ipynb #501d6286
 @configuration
 class UpdateConfig:
     "How one rollout becomes optimizer steps."
@@ -90,11 +90,11 @@ class UpdateConfig:
         to_ref = self.scheme == "reference" or self.kl_stop.target_ref is not None
         return bool(self.loss.kl_coef) or to_ref
 
-# %% ../nbs/method/02_update.ipynb #e36c09e4
+# %% ../nbs/method/02_update.ipynb #4e26985f
 class RatioMismatch(ValueError):
     "The log-probs recomputed before the first step differ from the sampled ones."
 
-# %% ../nbs/method/02_update.ipynb #e79eca24
+# %% ../nbs/method/02_update.ipynb #3bcb8a76
 def max_logp_diff(
     logp_NS: Tensor,  # (N, S) recomputed
     old_logp_NS: Tensor,  # (N, S) when sampled
@@ -120,7 +120,7 @@ def _refuse_mismatch(found: Tensor, tol: float) -> float:
         "(half precision, another engine), set check_tol to it, or to None."
     )
 
-# %% ../nbs/method/02_update.ipynb #7ae4e387
+# %% ../nbs/method/02_update.ipynb #b6f1fee3
 def check_on_policy(
     policy: Policy,  # the policy that sampled
     rollout: Rollout,  # its samples
@@ -132,7 +132,7 @@ def check_on_policy(
     old_NS, mask_NS = rollout.old_logp_NS.to(logp.device), rollout.mask_NS.to(logp.device)
     return _refuse_mismatch(max_logp_diff(logp, old_NS, mask_NS, tol), tol)
 
-# %% ../nbs/method/02_update.ipynb #5d614f85
+# %% ../nbs/method/02_update.ipynb #ce264f85
 def micro_batches(
     lengths_N: Tensor,  # (N,) steps of each sample
     rows: Tensor,  # (M,) positions to split, siblings next to each other
@@ -149,7 +149,7 @@ def micro_batches(
         total += n
     return list(torch.tensor_split(rows, cuts))
 
-# %% ../nbs/method/02_update.ipynb #e58e7a90
+# %% ../nbs/method/02_update.ipynb #665fe821
 @torch.no_grad()
 def rollout_logp(
     policy: Policy,  # any policy
@@ -163,7 +163,7 @@ def rollout_logp(
         out_NS[rows] = policy.logp(rollout[rows]).to(out_NS)
     return out_NS
 
-# %% ../nbs/method/02_update.ipynb #8ca1fc63
+# %% ../nbs/method/02_update.ipynb #0a4f072a
 @dataclass
 class UpdateReport:
     "What the optimizer steps on one rollout did."
@@ -188,7 +188,7 @@ class UpdateReport:
 
         return pd.DataFrame(self.rows)
 
-# %% ../nbs/method/02_update.ipynb #3b95baf6
+# %% ../nbs/method/02_update.ipynb #43d4df5d
 def _summary(rows: list[dict]) -> dict[str, float]:
     "Means of the numbers of several updates; minima and maxima stay what they are."
     pick = {"min": min, "max": max}
@@ -200,7 +200,7 @@ def _summary(rows: list[dict]) -> dict[str, float]:
         out[name] = f(values) if values else math.nan
     return out
 
-# %% ../nbs/method/02_update.ipynb #5c18f34e
+# %% ../nbs/method/02_update.ipynb #da54e83e
 @patch
 def by_epoch(self: UpdateReport) -> list[dict[str, float]]:
     "One row per epoch: means, minima and maxima over its updates, one that was stopped included."
@@ -208,7 +208,7 @@ def by_epoch(self: UpdateReport) -> list[dict[str, float]]:
     epochs = dict.fromkeys(r["epoch"] for r in tried)
     return [{"epoch": e} | _summary([r for r in tried if r["epoch"] == e]) for e in epochs]
 
-# %% ../nbs/method/02_update.ipynb #5476d7ed
+# %% ../nbs/method/02_update.ipynb #e269ddfa
 @patch
 def metrics(self: UpdateReport) -> dict[str, float]:
     "One number per name for the log; NaN for loss and gradient if no update happened."
@@ -230,7 +230,7 @@ def metrics(self: UpdateReport) -> dict[str, float]:
             out |= {at + "kl_old": _kl_old(row)} | {at + k: row[k] for k in shown if k in row}
     return out
 
-# %% ../nbs/method/02_update.ipynb #a03da3fc
+# %% ../nbs/method/02_update.ipynb #65f06bca
 def kl_mask_and_skipped(
     c: UpdateConfig,
     rollout: Rollout,
@@ -249,7 +249,7 @@ def kl_mask_and_skipped(
         return kl_mask_NS, zero_N
     return kl_mask_NS, torch.zeros_like(zero_N) if c.kl_on_dead_groups else dead_N
 
-# %% ../nbs/method/02_update.ipynb #7c4b96fe
+# %% ../nbs/method/02_update.ipynb #69904b1b
 def update(
     policy: Policy,  # trained in place
     rollout: Rollout,  # samples with the log-probs they were drawn with
@@ -265,12 +265,12 @@ def update(
     _check(c, policy, rollout, advantages, reference, generator, ranks)
     batch, out = _columns(c, rollout, advantages, reference), UpdateReport()
     exact = getattr(policy, "kl_old", None) if c.kl_stop.stat != "k3" else None
-    for epoch in range(c.num_epochs):
+    for epoch in range(c.num_epochs):  # K passes over the same rollout
         if c.scheme == "progressive" and epoch:
             batch["anchor"] = rollout_logp(policy, rollout, c.micro_tokens)
         parts = _minibatches(c, rollout, generator, ranks)
         out.planned = c.num_epochs * len(parts)
-        for i, part in enumerate(parts):
+        for i, part in enumerate(parts):  # an optimizer step each
             _drop_gradients(policy)
             counts = window_counts(batch["mask"][part], batch["kl_mask"][part], c.loss.count_empty)
             window, seen = all_reduce(counts, ranks), []
@@ -279,6 +279,7 @@ def update(
                 piece = rollout[micro]
                 logp_NS, entropy_NS = _logp_and_entropy(c, policy, piece)
                 x = _rows(batch, micro, logp_NS.device)
+                # ratio to the anchor, clip, KL term, share of the window
                 loss, metrics = policy_loss(
                     logp_NS, x["anchor"], x["advantages"], x["mask"], c.loss, x["ref"], x["item"],
                     entropy_NS=entropy_NS, kl_mask_NS=x["kl_mask"], window=window,
@@ -295,7 +296,7 @@ def update(
             _step(c, policy, optimizer, row, ranks)
     return out
 
-# %% ../nbs/method/02_update.ipynb #ca7484fd
+# %% ../nbs/method/02_update.ipynb #ba74ec55
 def _minibatches(c, rollout, generator, ranks=None) -> list[Tensor]:
     "The minibatches of one epoch, as many on every rank; the missing ones are empty."
     parts = []
@@ -307,7 +308,7 @@ def _minibatches(c, rollout, generator, ranks=None) -> list[Tensor]:
     most = int(all_reduce(torch.tensor(len(parts)), ranks, "max"))
     return parts + [torch.zeros(0, dtype=torch.long)] * (most - len(parts))
 
-# %% ../nbs/method/02_update.ipynb #1a31e07b
+# %% ../nbs/method/02_update.ipynb #10c71690
 def _columns(c, rollout, advantages, reference) -> dict:
     "What the loss needs beside the log-probs, one row per sample; `anchor` is what the ratio is relative to."
     old_NS = None if c.scheme == "on_policy" else rollout.old_logp_NS
@@ -336,7 +337,7 @@ def _logp_and_entropy(c, policy, piece) -> tuple[Tensor, Tensor | None]:
     "Log-probs, and entropies if there is a bonus for them."
     return policy.logp_entropy(piece) if c.loss.entropy_coef else (policy.logp(piece), None)
 
-# %% ../nbs/method/02_update.ipynb #d2169d3b
+# %% ../nbs/method/02_update.ipynb #1e28e14c
 def _distances(c, exact, piece, x, now_NS, loss) -> tuple[Tensor, Tensor]:
     "Sums and steps (5, 2) of loss, KL to the sampler (k1, k3, exact) and to the reference (k3); `max_logp_diff`."
     mask_NS, steps, known = x["mask"].bool(), x["mask"].sum(), x["old"] is not None
@@ -356,7 +357,7 @@ def _exact_kl(kl_old, piece, mask_NS) -> Tensor:
         kl = torch.as_tensor(kl_old(piece))
     return apply_mask(kl, mask_NS).sum() if kl.ndim else kl * mask_NS.sum()
 
-# %% ../nbs/method/02_update.ipynb #c771352a
+# %% ../nbs/method/02_update.ipynb #0765cb1c
 def _row(c, seen, batch, part, ranks, exact, first) -> dict:
     "What is reported about one minibatch, over all ranks; a first ratio that is not 1 is refused."
     row = report(*[metrics for metrics, _, _ in seen] or [_metrics_of_nothing(c, batch)])
@@ -387,7 +388,7 @@ def _row(c, seen, batch, part, ranks, exact, first) -> dict:
         }
     )
 
-# %% ../nbs/method/02_update.ipynb #8575cfaa
+# %% ../nbs/method/02_update.ipynb #b3ff5de1
 def _metrics_of_nothing(c, batch) -> dict:
     "The metrics of a minibatch of which no sample has to be run: every update reports the same names."
     none = torch.zeros(0, batch["mask"].shape[1])
@@ -396,7 +397,7 @@ def _metrics_of_nothing(c, batch) -> dict:
         1
     ]
 
-# %% ../nbs/method/02_update.ipynb #7165a89c
+# %% ../nbs/method/02_update.ipynb #3897d20f
 def _drop_gradients(policy):
     for p in policy.parameters():
         p.grad = None
@@ -412,7 +413,7 @@ def _step(c, policy, optimizer, row, ranks=None):
         optimizer.step()
     _drop_gradients(policy)
 
-# %% ../nbs/method/02_update.ipynb #7b22f75f
+# %% ../nbs/method/02_update.ipynb #b3571434
 def _sum_gradients(params: list[Tensor], ranks=None):
     "Add up the gradients of all ranks, in one message; a parameter without one counts as 0."
     for p in params:
@@ -423,7 +424,7 @@ def _sum_gradients(params: list[Tensor], ranks=None):
     for p, g in zip(params, flat.split([p.numel() for p in params]), strict=True):
         p.grad.copy_(g.view_as(p))
 
-# %% ../nbs/method/02_update.ipynb #dccd210a
+# %% ../nbs/method/02_update.ipynb #42b8c66c
 def _check(c, policy, rollout, advantages, reference, generator, ranks=None):
     "Refuse data that does not fit together."
     n, s = rollout.mask_NS.shape
@@ -448,7 +449,7 @@ def _check(c, policy, rollout, advantages, reference, generator, ranks=None):
         )
     _check_policy(c, policy)
 
-# %% ../nbs/method/02_update.ipynb #451885ee
+# %% ../nbs/method/02_update.ipynb #c67dee92
 def _check_policy(c, policy):
     "Refuse options that the policy or this loop does not offer."
     if c.loss.entropy_coef and not hasattr(policy, "logp_entropy"):
