@@ -16,21 +16,21 @@ from grpo_nb.losses import (
     POLICY_LOSSES,
     Clip,
     LossConfig,
+    _clip_metrics,
+    _item_mean,
+    _unit_mask,
     aggregate,
     apply_mask,
     at_level,
     band_covariance,
     cispo,
-    clip_metrics,
     covariance,
     high_entropy_mask,
-    item_mean,
     kl_penalty,
     off_policy_keep,
     policy_loss,
     report,
     top_covariance,
-    unit_mask,
     vespo,
     window_counts,
 )
@@ -286,7 +286,7 @@ def verl_metrics(case, x, config, got):
         check(got["clip_ratio/dual_mean"], want["pg_clipfrac_lower"], loose)
     elif case["params"]["loss_mode"] == "gspo":  # the peer counts tokens, ours sequences
         ratio = at_level(x["logp"] - x["old_logp"], x["mask"], "sequence")
-        by_token = clip_metrics(ratio, x["advantages"], x["mask"], config.clip.bounds)
+        by_token = _clip_metrics(ratio, x["advantages"], x["mask"], config.clip.bounds)
         check(report(by_token)["clip_ratio/region_mean"], want["pg_clipfrac"], loose)
     unbounded = not ({"extreme"} & set(case["tags"])) or case["params"]["loss_mode"] in (
         "gspo",
@@ -505,15 +505,15 @@ def test_item_ratio_does_not_depend_on_title_length(seed, repeat):
     b = draw_batch(seed, 3, 5, nan_outside=False)
     x, mask, item = b["logp"] - b["old_logp"], b["mask"], b["item"]
     rep = lambda v: v.repeat_interleave(repeat, 1)
-    close(item_mean(rep(x), rep(mask), rep(item))[:, ::repeat], item_mean(x, mask, item))
-    got = item_mean(x, mask, item)
+    close(_item_mean(rep(x), rep(mask), rep(item))[:, ::repeat], _item_mean(x, mask, item))
+    got = _item_mean(x, mask, item)
     for i in range(3):
         for j in range(5):
             same = [k for k in range(5) if mask[i, k] and item[i, k] == item[i, j]]
             want = sum(x[i, k].item() for k in same) / len(same) if mask[i, j] else 0.0
             assert got[i, j].item() == pytest.approx(want, abs=1e-12)
             first = bool(mask[i, j]) and same[0] == j
-            assert bool(unit_mask(mask, "item", item)[i, j]) == first
+            assert bool(_unit_mask(mask, "item", item)[i, j]) == first
 
 
 # --------------------------------------------------------------------------------------------------- gradients
