@@ -89,7 +89,7 @@ for name in sys.argv[1:]:
     assert p.returncode == 0, p.stderr
 
 
-def test_the_package_can_be_run():
+def test_the_package_is_the_command():
     command = [sys.executable, "-m", "grpo_nb", "config", "steps=3"]
     p = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert p.returncode == 0 and "steps: 3  #" in p.stdout, p.stderr

@@ -8,11 +8,9 @@ __all__ = ['AXES', 'PAGE', 'Table', 'common_curve']
 # %% ../../nbs/lab/05_report.ipynb #5cde52d8
 import base64
 import io
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..config import unknown_name
-from ..files import write_atomic
+from ..files import plain, write_atomic
 from .budgets import to_budget
 from .paired_statistics import holm, improvement, seed_interval, sign_flip
 from .plots import COLORS, make_figure
@@ -411,14 +409,19 @@ img{max-width:100%;display:block;margin:.6rem 0}pre{background:#f6f6f6;padding:.
 """
 
 
-def _pairs(pairs: Mapping[str, Any]) -> str:
-    "Names and values as an HTML table."
-    import pandas as pd
+def _html(frame) -> str:
+    "A DataFrame for the page."
+    frame = frame.rename(columns=lambda c: c.replace("_", " "))
+    return frame.to_html(index=False, border=0, na_rep="", float_format="{:.4g}".format)
 
-    text = lambda v: v if isinstance(v, str) else json.dumps(v, default=str)
-    rows = pd.DataFrame([(k, text(v)) for k, v in pairs.items()])
-    with pd.option_context("display.max_colwidth", None):
-        return rows.to_html(header=False, index=False, border=0)
+
+def _yaml(tree) -> str:
+    "Plain data for the page."
+    import yaml
+    from markupsafe import escape
+
+    text = yaml.safe_dump(plain(tree), sort_keys=False, allow_unicode=True, width=100)
+    return f"<pre>{escape(text)}</pre>"
 
 
 def _pictures(study: Study, variants: Sequence[str] | None) -> list[str]:
@@ -442,32 +445,13 @@ def _pictures(study: Study, variants: Sequence[str] | None) -> list[str]:
     return out
 
 # %% ../../nbs/lab/05_report.ipynb #6d79c48a
-def _tuning_table(study: Study) -> str:
-    "Mean scores of the values that were tried, with the chosen one marked, as HTML."
-    import pandas as pd
-
-    metric, keys = study.spec["metric"], list(study.tuned)
-    frame, rows = study.tuning(), []
-    for key in keys:  # a list of weights cannot be a column
-        frame[key] = frame[key].map(lambda v: v if isinstance(v, (Real, str)) else str(v))
-    for (name, *values), part in frame.groupby(["variant", *keys], sort=False, dropna=False):
-        mean = part[metric].mean(skipna=False) if metric in part else math.nan
-        text = "failed" if math.isnan(mean) else f"{mean:.4g}"
-        text += " (chosen)" if part["chosen"].all() else ""
-        text += " (edge of the grid)" if part["edge"].all() else ""
-        rows.append({"variant": name, **dict(zip(keys, values)), metric: text})
-    shown = pd.DataFrame(rows).pivot(index="variant", columns=keys, values=metric)
-    return shown.fillna("").to_html(border=0)
-
-
 def _runs_table(study: Study) -> str:
     "Every reported run, failed ones too, as HTML."
     frame = study.frame()
     wanted = ["variant", "seed", "status", "ended", *study.tuned]
     wanted += [c for k in study.score_names() for c in (f"start_{k}", k)]
     wanted += "n_rollouts_generated tokens_generated optimizer_steps seconds cpu_seconds".split()
-    frame = frame[[c for c in wanted if c in frame]].rename(columns=lambda c: c.replace("_", " "))
-    return frame.to_html(index=False, border=0, na_rep="", float_format="{:.4g}".format)
+    return _html(frame[[c for c in wanted if c in frame]])
 
 
 @patch
@@ -481,32 +465,32 @@ def report(
     from jinja2 import Environment
     from markupsafe import Markup, escape
 
-    spec, env = self.spec, self.environment
+    spec = self.spec
     first, later = self.table(**kw), {k: v for k, v in kw.items() if k != "metric"}
     if isinstance(kw.get("lower_is_better"), bool):  # of the first table alone
         del later["lower_is_better"]
     others = [self.table(k, **later) for k in self.score_names() if k != first.metric]
-    arms = {k: v or "the base as it is" for k, v in spec["variants"].items()}
-    plan = {k: spec.get(k) for k in ("seeds", "budget", "eval_every", "tune", "metric")}
-    facts = {k: v for k, v in env.items() if k != "packages"} | env.get("packages", {})
+    asked = {k: v for k, v in spec.items() if k != "functions"}
     failed = [r for r in self.reported if r["status"] != "done"]
     trace = "<p>{}, seed {}</p><pre>{}</pre>"
     sections = {
         "": [first._repr_html_(), *_pictures(self, kw.get("variants"))],
         "Other scores": [f"<h3>{escape(t.metric)}</h3>{t._repr_html_()}" for t in others],
-        "What was compared": [_pairs(arms)],
-        "The same for all": [_pairs(plan)],
-        "Base, as far as it differs from the defaults": [
-            _pairs(spec.get("base") or {"(defaults)": ""})
-        ],
-        "Tuning": [_tuning_table(self)] if spec["tune"] else [],
+        "What was compared": [_yaml(asked)],
+        "Tuning": [
+            _html(self.tuning()[["variant", "seed", *self.tuned, spec["metric"], "chosen", "edge"]])
+        ]
+        if spec["tune"]
+        else [],
         "Runs": [_runs_table(self)],
         "Failed runs": [
             trace.format(*(escape(r[k]) for k in ("variant", "seed", "error"))) for r in failed
         ],
-        "Environment": [_pairs(facts)] if facts else [],
+        "Environment": [_yaml(self.environment)] if self.environment else [],
     }
-    lead = f"{', '.join(arms)}: {len(self.reported)} runs of {to_budget(spec['budget'])}"
+    lead = (
+        f"{', '.join(spec['variants'])}: {len(self.reported)} runs of {to_budget(spec['budget'])}"
+    )
     parts = [(name, [Markup(p) for p in found]) for name, found in sections.items()]
     page = Environment(autoescape=True).from_string(PAGE)
     Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -28,15 +28,15 @@ from typing import Any
 import numpy as np
 from fastcore.basics import patch
 
+from ..config import config_tree, override
 from ..core import Registry
 from ..files import Appender, hide_secrets, read_jsonl, write_atomic
 from .budgets import Budget, Samples, Seconds, Steps
 from .frames import finite, flat_keys
+from .recipe import GRPOConfig
 from ..metrics import COUNTERS
 from .study import check_metric
 from ..rewards import REWARDS
-from ..config import config_tree, override
-from .recipe import GRPOConfig
 from ..trainer import GRPO
 
 # %% ../../nbs/lab/06_runs.ipynb #1b6aea24
@@ -279,20 +279,17 @@ def check_built(
     config: GRPOConfig,  # what it was given
     overrides: Mapping[str, Any],  # of the variant
 ) -> None:
-    "The trainer was built from its configuration."
+    "The trainer was built from its configuration, as far as the variant's keys go."
     if not hasattr(trainer, "fit"):
         raise ValueError(f"make must return a trainer, got {type(trainer).__name__}.")
-    got = getattr(trainer, "config", None)
-    if not isinstance(got, GRPOConfig):
-        return
-    got, given = (flat_keys(config_tree(c)) for c in (got, config))
-    for key in given:
-        if any(f"{key}.".startswith(f"{k}.") for k in ("seed", *overrides)):
-            if got.get(key) != given[key]:
-                raise ValueError(
-                    f"make was given {key}={given[key]!r} and its trainer has {got.get(key)!r}: build the trainer "
-                    "from the configuration that is passed in."
-                )
+    got = getattr(trainer, "config", config)
+    for key, want in flat_keys(config_tree(override(got, overrides))).items():
+        have = flat_keys(config_tree(got)).get(key)
+        if have != want:
+            raise ValueError(
+                f"make was given {key}={want!r} and its trainer has {have!r}: build the trainer from the "
+                "configuration that is passed in."
+            )
 
 
 def build_run(
@@ -304,7 +301,7 @@ def build_run(
     dir = job.dir and job.dir / "run"
     config = run_config(job.base, overrides, job.seed, job.budget, dir, job.threads)
     trainer = (make or GRPO.from_config)(config, **options)
-    check_built(trainer, config, overrides)
+    check_built(trainer, config, overrides | {"seed": job.seed})
     if evaluate:
         return trainer, lambda: scores_of(evaluate(trainer))
     judge = evaluator(trainer, job.base, overrides)
