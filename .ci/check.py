@@ -86,7 +86,18 @@ def docs():
 
 
 def tests():
-    run(sys.executable, "-m", "pytest", "-q", "--durations=5", "tests")
+    run(
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+        "--durations=5",
+        "tests",
+    )
 
 
 STEPS = dict(clean=clean, lint=lint, docs=docs, notebooks=notebooks, tests=tests)
