@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from .config import NonNegative, check_number, configuration, number_in, one_of, unknown_name
@@ -38,76 +39,84 @@ class GroupedRewards:
     processes: Any  # a process group, if the batch is spread over processes
     dtype: torch.dtype  # of the result
 
-    def count(self, x: Tensor) -> Tensor:
-        "How many values the group of each value has."
-        return self.groups.expand(self.groups.sum(~x.isnan()))
-
-    def centre(self, x: Tensor) -> Tensor:
-        "Distance of each value from the mean of its group."
-        d = group_centre(x, self.groups)
-        return torch.where(self.count(x) == 1, x, d) if self.raw_singles else d
-
-    def std(self, x: Tensor, ddof: int = 1) -> Tensor:
-        "Deviation of the group of each value; 0 where it is constant or has too few values."
-        return self.groups.expand(self._std_P(group_centre(x, self.groups), ddof))
-
-    def _std_P(self, d: Tensor, ddof: int) -> Tensor:
-        n, square = self.groups.sum(~d.isnan()), self.groups.sum((d * d).nan_to_num(0.0))
-        return torch.where(n > ddof, (square / (n - ddof)).sqrt(), 0.0)
-
-    def normalise(self, x: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
-        "(x - mean of the group) / (std of the group + eps); 0 where the group is constant."
-        check_number("eps", eps, 0)
-        d = group_centre(x, self.groups)
-        std_P = self._std_P(d, ddof)
-        z = d * self.groups.expand(torch.where(std_P > 0, 1 / (std_P + eps), 0.0))
-        return torch.where(self.count(x) == 1, x / (1 + eps), z) if self.raw_singles else z
-
-    def weighted_sum(self, x_NRK: Tensor) -> Tensor:  # (N, K)
-        "Components added with their weights; what does not apply adds nothing, NaN where nothing applies."
-        total = sum(w * x_NRK[:, k].nan_to_num(0.0) for k, w in enumerate(self.weights_R))
-        return torch.where(x_NRK.isnan().all(1), torch.nan, total)
-
-    @property
-    def total_NK(self) -> Tensor:
-        "The weighted sum of the raw rewards."
-        return self.weighted_sum(self.rewards_NRK)
-
-    def batch_stats(self, x_NK: Tensor, ddof: int = 1) -> GroupStats:
-        "Statistics of all values of the batch: it is one more group."
-        x = torch.where(self.ok_NK, x_NK, torch.nan).flatten()
-        index = torch.zeros_like(x, dtype=torch.long)
-        s = group_stats(x, Groups(index, index.new_tensor([len(x)]), self.processes), ddof)
-        return GroupStats(*(v.squeeze(0) for v in (s.mean, s.std, s.min, s.max, s.count)))
-
-    def batch_sum(self, x: Tensor) -> Tensor:
-        "Sum over the samples of all processes."
-        return all_reduce(x.double().sum(0), self.processes)
-
-    def whiten(self, x_NK: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
-        "(x - mean of the batch) / (std of the batch + eps), over responses."
-        check_number("eps_batch", eps, 0)
-        s = self.batch_stats(x_NK, ddof)
-        # centred rewards have mean 0: its rounding error must not move a constant group away from 0
-        mean = torch.where(s.mean.abs() <= 1e-12 * s.max.maximum(-s.min), 0.0, s.mean)
-        # sums of normalised rewards are of the size of the weights: anything far below is rounding
-        noise = 1e-12 * sum(map(abs, self.weights_R)) + 1e-13 * mean.abs()
-        return (x_NK - mean) * torch.where(s.std > noise, 1 / (s.std + eps), 0.0)
-
-    def whiten_tokens(self, x_NK: Tensor, lengths_N: Tensor | Sequence) -> Tensor:
-        "The same with every token as one observation, as verl does."
-        tokens = torch.where(self.ok_NK, _lengths(lengths_N, x_NK)[:, None], 0.0)
-        x = torch.where(tokens > 0, x_NK, 0.0)
-        n, total = self.batch_sum(torch.stack([tokens, tokens * x], -1).flatten(0, 1))
-        d = torch.where(tokens > 0, x - total / n, 0.0)
-        m2 = self.batch_sum((tokens * d * d).flatten())
-        noise = 1e-12 * sum(map(abs, self.weights_R))
-        return d * torch.where(m2 > n * noise**2, (m2 / (n - 1) + 1e-8).rsqrt(), 0.0)
-
     def result(self, values_NK: Tensor) -> Tensor:
         "Zero where nothing applies, in the caller's shape and dtype."
         values_NK = torch.where(self.ok_NK, values_NK, 0.0).to(self.dtype)
         return values_NK[:, 0] if self.flat else values_NK
+
+# %% ../nbs/method/01_advantages.ipynb #1bfc0706
+@patch
+def count(self: GroupedRewards, x: Tensor) -> Tensor:
+    "How many values the group of each value has."
+    return self.groups.expand(self.groups.sum(~x.isnan()))
+
+
+@patch
+def centre(self: GroupedRewards, x: Tensor) -> Tensor:
+    "Distance of each value from the mean of its group."
+    d = group_centre(x, self.groups)
+    return torch.where(self.count(x) == 1, x, d) if self.raw_singles else d
+
+
+@patch
+def std(self: GroupedRewards, x: Tensor, ddof: int = 1) -> Tensor:
+    "Deviation of the group of each value; 0 where it is constant or has too few values."
+    return self.groups.expand(self._std_P(group_centre(x, self.groups), ddof))
+
+
+@patch
+def _std_P(self: GroupedRewards, d: Tensor, ddof: int) -> Tensor:
+    n, square = self.groups.sum(~d.isnan()), self.groups.sum((d * d).nan_to_num(0.0))
+    return torch.where(n > ddof, (square / (n - ddof)).sqrt(), 0.0)
+
+
+@patch
+def normalise(self: GroupedRewards, x: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
+    "(x - mean of the group) / (std of the group + eps); 0 where the group is constant."
+    check_number("eps", eps, 0)
+    d = group_centre(x, self.groups)
+    std_P = self._std_P(d, ddof)
+    z = d * self.groups.expand(torch.where(std_P > 0, 1 / (std_P + eps), 0.0))
+    return torch.where(self.count(x) == 1, x / (1 + eps), z) if self.raw_singles else z
+
+# %% ../nbs/method/01_advantages.ipynb #dc3ba995
+@patch
+def weighted_sum(self: GroupedRewards, x_NRK: Tensor) -> Tensor:  # (N, K)
+    "Components added with their weights; what does not apply adds nothing, NaN where nothing applies."
+    total = sum(w * x_NRK[:, k].nan_to_num(0.0) for k, w in enumerate(self.weights_R))
+    return torch.where(x_NRK.isnan().all(1), torch.nan, total)
+
+
+@patch(as_prop=True)
+def total_NK(self: GroupedRewards) -> Tensor:
+    "The weighted sum of the raw rewards."
+    return self.weighted_sum(self.rewards_NRK)
+
+# %% ../nbs/method/01_advantages.ipynb #d255ae76
+@patch
+def batch_stats(self: GroupedRewards, x_NK: Tensor, ddof: int = 1) -> GroupStats:
+    "Statistics of all values of the batch: it is one more group."
+    x = torch.where(self.ok_NK, x_NK, torch.nan).flatten()
+    index = torch.zeros_like(x, dtype=torch.long)
+    s = group_stats(x, Groups(index, index.new_tensor([len(x)]), self.processes), ddof)
+    return GroupStats(*(v.squeeze(0) for v in (s.mean, s.std, s.min, s.max, s.count)))
+
+
+@patch
+def batch_sum(self: GroupedRewards, x: Tensor) -> Tensor:
+    "Sum over the samples of all processes."
+    return all_reduce(x.double().sum(0), self.processes)
+
+
+@patch
+def whiten(self: GroupedRewards, x_NK: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
+    "(x - mean of the batch) / (std of the batch + eps), over responses."
+    check_number("eps_batch", eps, 0)
+    s = self.batch_stats(x_NK, ddof)
+    mean = torch.where(s.mean.abs() <= 1e-12 * s.max.maximum(-s.min), 0.0, s.mean)
+    # sums of normalised rewards are of the size of the weights: anything far below is rounding
+    noise = 1e-12 * sum(map(abs, self.weights_R)) + 1e-13 * mean.abs()
+    return (x_NK - mean) * torch.where(s.std > noise, 1 / (s.std + eps), 0.0)
 
 # %% ../nbs/method/01_advantages.ipynb #901c139a
 def grouped_rewards(
@@ -128,7 +137,7 @@ def grouped_rewards(
     x, flat = _rewards_NRK(rewards)
     n, r, k = x.shape
     weights = _weights(weights, r)
-    groups = _spread_groups(group_N, processes) if spread else Groups.of(group_N)
+    groups = _spread_groups(group_N, processes, x.device) if spread else Groups.of(group_N)
     if len(groups) != n:
         raise ValueError(f"{n} rewards for {len(groups)} group ids: both need one per sample.")
     ok = torch.ones(n, k, dtype=torch.bool, device=x.device)
@@ -178,9 +187,9 @@ def _weights(weights: Sequence[float] | None, r: int) -> list[float]:
     return weights
 
 
-def _spread_groups(group_N, processes: Any) -> Groups:
+def _spread_groups(group_N, processes: Any, device: torch.device) -> Groups:
     "Groups whose members lie on several processes, under the same integer ids."
-    ids = integer_ids(group_N)
+    ids = integer_ids(group_N).to(device)
     rows = int(all_reduce(ids.new_tensor(len(ids)), processes))
     ends = (ids.amin(), ids.amax()) if len(ids) else ids.new_tensor([4 * rows, -1]).unbind()
     low, high = (int(all_reduce(v, processes, op)) for v, op in zip(ends, ("min", "max")))
@@ -243,8 +252,8 @@ def grpo_batch(rewards, group_N, weights=None, *, eps=1e-4, ddof=1, **batch) -> 
 def rloo(rewards, group_N, weights=None, **batch) -> Tensor:
     "Reward minus the mean of the other samples of the group."
     r = grouped_rewards(rewards, group_N, weights, **batch)
-    n = r.count(r.total_NK)
-    return r.result(r.centre(r.total_NK) * n / (n - 1).clamp(min=1))
+    total, n = r.total_NK, r.count(r.total_NK)
+    return r.result(r.centre(total) * n / (n - 1).clamp(min=1))
 
 
 @ADVANTAGES.register("loo_norm")
@@ -307,6 +316,18 @@ def warn_one_group(r: GroupedRewards) -> None:
         )
 
 # %% ../nbs/method/01_advantages.ipynb #29ef814b
+@patch
+def whiten_tokens(self: GroupedRewards, x_NK: Tensor, lengths_N: Tensor | Sequence) -> Tensor:
+    "The same with every token as one observation, as verl does."
+    tokens = torch.where(self.ok_NK, _lengths(lengths_N, x_NK)[:, None], 0.0)
+    x = torch.where(tokens > 0, x_NK, 0.0)
+    n, total = self.batch_sum(torch.stack([tokens, tokens * x], -1).flatten(0, 1))
+    d = torch.where(tokens > 0, x - total / n, 0.0)
+    m2 = self.batch_sum((tokens * d * d).flatten())
+    noise = 1e-12 * sum(map(abs, self.weights_R))
+    return d * torch.where(m2 > n * noise**2, (m2 / (n - 1) + 1e-8).rsqrt(), 0.0)
+
+
 @ADVANTAGES.register("gdpo_verl")
 def gdpo_verl(
     rewards,

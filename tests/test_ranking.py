@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.advantages import SCALE_FREE, spread_to_tokens
+from grpo_nb.advantages import SCALE_FREE, gdpo, grpo, spread_to_tokens
 from grpo_nb.compat import make_safe_reward_func, make_safe_reward_func_individual
-from grpo_nb.core import Groups, Rollout, group_stats, rollout_from_state, rollout_to_state
+from grpo_nb.core import Rollout, rollout_from_state, rollout_to_state
 from grpo_nb.list_parsing import (
     STATUSES,
     ListParser,
@@ -32,7 +32,6 @@ from grpo_nb.processes import all_reduce
 from grpo_nb.ranking import (
     SafetyOracle,
     check_layouts,
-    discounts,
     exp_decay,
     exp_inf,
     hits_of,
@@ -140,12 +139,6 @@ def owners(pieces, k=9, **rules):
     return parse_list(pieces, k, **rules).item_of_token_S.tolist()
 
 
-def test_newline_tokens_belong_to_the_item_before():
-    assert owners(["A (1990)", "\n", "B (1991)", "\n", "\n", "C (1992)"]) == [0, 0, 1, 1, 1, 2]
-    assert owners(["A (1990)", "\nB", " (1991)"]) == [0, 0, 1]
-    assert owners(["A (1990)\n\n\nB", " (1991)"]) == [0, 1]
-
-
 def test_carriage_returns_count_once_even_when_split_between_tokens():
     for pieces in (
         ["A (1990)\r\n", "B (1991)"],
@@ -158,52 +151,11 @@ def test_carriage_returns_count_once_even_when_split_between_tokens():
     assert owners(["Hello:\r", "\n", "A (1990)"]) == [-1, -1, 0]
 
 
-def test_separators_hold_no_rank():
-    assert owners(["\n", "\n", "A (1990)\n", "---", "\n", "B (1991)"]) == [-1, -1, 0, 0, 0, 1]
-
-
-def test_prose_before_and_after_is_nobodys():
-    pieces = ["Sure:\n", "A (1990)\n", "B, 1991\n", "C (1992)", "\n\n", "Have fun!", None]
-    parsed = parse_list(pieces, 4)
-    assert parsed.item_of_token_S.tolist() == [-1, 0, 1, 2, 2, -1, -1]
-    assert [x.status for x in parsed.items] == ["ok", "malformed", "ok"]
-
-
-def test_a_token_with_prose_and_item_covers_the_item():
-    assert owners(["Sure:\nHeat", " (1995)"]) == [0, 0]
-
-
-def test_malformed_first_and_last_lines_keep_their_slots():
-    parsed = parse_list("Alien, 1979\nHeat (1995)\nScream", 4)
-    assert [x.status for x in parsed.items] == ["malformed", "ok", "malformed"]
-
-
-def test_dropped_lines_lose_rank_and_tokens():
-    pieces = ["A (1990)\n", "bad line\n", "C (1992)"]
-    parsed = parse_list(pieces, 4, drop_malformed=True)
-    assert parsed.item_of_token_S.tolist() == [0, -1, 1]
-    assert [(x.title, x.token_start) for x in parsed.items] == [("A", 0), ("C", 2)]
-
-
-def test_overflow_is_one_bin_outside_the_ranks():
-    parsed = parse_list(["A (1990)\n", "B (1991)\n", "C (1992)\n", "D, 1993", None], 2)
-    assert parsed.item_of_token_S.tolist() == [0, 1, -1, -1, -1]
-    assert parsed.overflow_S.tolist() == [False, False, True, True, False]
-    assert [x.status for x in parsed.items] == ["ok", "ok", "overflow", "overflow"]
-    assert [x.malformed for x in parsed.items] == [False, False, False, True]
-
-
 @pytest.mark.parametrize("pieces", [[], [None], ["\n"], ["", None], [" \n \r\n", None, None]])
 def test_answers_without_content(pieces):
     parsed = parse_list(pieces, 3)
     assert parsed.items == () and parsed.parse_error
     assert parsed.item_of_token_S.tolist() == [-1] * len(pieces)
-
-
-def test_a_list_without_end_token_is_cut_where_it_is_cut():
-    parsed = parse_list(["A (1990)\n", "B (19"], 3, prose=False)
-    assert [x.status for x in parsed.items] == ["ok", "malformed"]
-    assert parsed.item_of_token_S.tolist() == [0, 1]
 
 
 def test_status_order():
@@ -277,15 +229,6 @@ def test_exponential_equals_its_recursion(rel, gamma):
     np.testing.assert_array_equal(exp_decay(np.array([rel]), math.inf), exp_inf(np.array([rel])))
 
 
-def test_golden_rewards():
-    rel = np.array([[0, 1, 0, 0, 1]])
-    want = [1.01778, 1.01778, 0.38685, 0.38685, 0.38685]
-    np.testing.assert_allclose(log_decay(rel)[0], want, atol=1e-5)
-    np.testing.assert_array_equal(exp_decay(rel, 2.0)[0], [0.5625, 1.125, 0.25, 0.5, 1])
-    np.testing.assert_array_equal(exp_inf(rel)[0], [0, 1, 0, 0, 1])
-    np.testing.assert_allclose(discounts(5), [1, 0.63093, 0.5, 0.43068, 0.38685], atol=1e-5)
-
-
 def test_year_tolerance_and_consumption():
     parse = ListParser(5)
     relevant = ["Heat (1995)"]
@@ -298,14 +241,6 @@ def test_year_tolerance_and_consumption():
     assert shelf.find("x", 1992) == ("x", 1992)
     assert shelf.find("x", 1991) == ("x", 1992)
     assert shelf.find("x", 1988) == ("x", 1990)
-
-
-def test_list_shorter_than_k_gets_nan_or_what_was_asked():
-    parser = ListParser(4)
-    call = dict(prompts=["p"], completions=["Heat (1995)"], relevant=[["Heat"]])
-    row = make_relevance_reward(parser)(**call)[0]
-    assert row[0] == 1 and all(map(math.isnan, row[1:]))
-    assert make_relevance_reward(parser, missing=0.0)(**call) == [[1, 0, 0, 0]]
 
 
 # ---------------------------------------------------------------- safety and the old behaviour
@@ -383,37 +318,7 @@ def test_safety_threshold_policy_and_discount():
         np.testing.assert_allclose(row, [0, -6 / math.log2(3), -3 / 2, 0], atol=1e-12)
 
 
-def test_unreadable_is_never_better_than_a_violation():
-    oracle, parser = SafetyOracle(RISKS, unknown="safe"), ListParser(4, FILMS)
-    reward = make_safety_reward(parser, oracle, lambda_safe=0.5, penalty_safe=3.0)
-    rows = reward(["p"] * 3, ["", "sorry", "\n".join(FILMS[-4:])], avoid=[["horror"]] * 3)
-    assert rows[0] == rows[1] == [-1.5] * 4
-    assert all(bad >= err for bad, err in zip(rows[2], rows[1])) and rows[2][0] == -1.5
-
-
-def test_titles_outside_the_table_follow_the_policy():
-    parser = ListParser(1)
-    call = dict(prompts=["p"], completions=["Saw (2004)"], avoid=[["horror"]])
-    for unknown, want in (("safe", 0), ("unsafe", -1), (0.25, -0.25)):
-        assert make_safety_reward(parser, SafetyOracle(RISKS, unknown))(**call) == [[want]]
-    with pytest.raises(TypeError, match="unknown"):
-        SafetyOracle(RISKS)
-    m = ranking_metrics([parser("Saw (2004)")], [[]], [["horror"]], SafetyOracle(RISKS, "safe"))
-    assert m["unknown_title"] == 1 and m["svr@1"] == 0
-
-
 # ---------------------------------------------------------------- with advantages
-
-
-def z_scores(rewards, ids, eps=1e-4):
-    groups, s = Groups.of(ids), group_stats(rewards, ids)
-    z = (rewards.double() - groups.expand(s.mean)) / (groups.expand(s.std) + eps)
-    return torch.where(groups.expand(s.constant), 0.0, torch.nan_to_num(z))
-
-
-def gdpo(rewards_NRK, ids, eps=1e-4):
-    s = z_scores(rewards_NRK, ids).sum(1)
-    return (s - s.mean()) / (s.std() + eps)
 
 
 def random_lists(seed, n=32):
@@ -437,39 +342,11 @@ def test_lambda_and_penalty_cancel_under_gdpo(variant):
         safety = make_safety_reward(parser, oracle, variant, lam, pen)
         adv.append(gdpo(torch.stack([rel, torch.tensor(safety(**call))], 1), ids))
     assert (adv[0] - adv[1]).abs().max() < 2e-3 and (adv[0] - adv[2]).abs().max() < 2e-3
-    combined = [
-        z_scores(
-            torch.tensor(make_safe_reward(parser, oracle, variant, lambda_safe=x)(**call)), ids
-        )
-        for x in (1.0, 10.0)
-    ]
+    combined = []
+    for lam in (1.0, 10.0):
+        rows = torch.tensor(make_safe_reward(parser, oracle, variant, lambda_safe=lam)(**call))
+        combined.append(grpo(rows[:, None], ids))
     assert (combined[0] - combined[1]).abs().max() > 0.1  # in a sum the scale does matter
-
-
-def test_hit_and_violation_on_the_same_only_item_cancel():
-    rel = torch.tensor([[0.0], [0], [1], [0]])
-    rewards = torch.stack([rel, -0.63 * rel], 1)
-    assert z_scores(rewards, [0] * 4).sum(1).abs().max() < 1e-3
-    assert z_scores(rewards.sum(1), [0] * 4)[2] > 1.4  # summed, the violation is rewarded
-
-
-def test_normalising_within_one_list_favours_rank_one():
-    hits = np.random.default_rng(0).random((64, 5)) < 0.3
-    hits[:, 4] |= ~hits.any(1)
-    r_NK = torch.from_numpy(log_decay(hits).copy())
-    within = r_NK - r_NK.mean(1, keepdim=True)
-    assert (within[:, 0] >= -1e-12).all()  # wrong: never negative, however bad the list
-    over = z_scores(r_NK, [i // 8 for i in range(64)])
-    assert (over[:, 0] < 0).float().mean() > 0.3
-
-
-def test_malformed_line_does_not_shift_rewards_between_tokens():
-    pieces = ["A (1990)\n", "B, 1991\n", "C (1992)\n", "D (1993)"]
-    parser = ListParser(4, prose=False)
-    row = make_relevance_reward(parser, "exp_inf")(["p"], [pieces], relevant=[["C"]])
-    item_NS = stack_lists([parser(pieces)]).item_NS
-    on_tokens = spread_to_tokens(torch.tensor(row), torch.ones(1, 4), item_NS)
-    assert on_tokens.tolist() == [[0, 0, 1, 0]]
 
 
 def test_relevance_and_safety_see_the_same_object():
@@ -523,36 +400,6 @@ def test_processes_with_different_lists_gather_equal_shapes(tmp_path):
 
 
 # ---------------------------------------------------------------- refused inputs
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: ListParser(0), "num_ranks must be a whole number >= 1, got 0"),
-        (lambda: Titles([3]), "pair \\(title, year\\), got 3"),
-        (lambda: exp_decay(np.ones((1, 2)), 0.5), "gamma > 1"),
-        (lambda: make_relevance_reward(ListParser(2), "exp_ing"), "Did you mean 'exp_inf'"),
-        (lambda: make_relevance_reward(ListParser(2))(["p"], ["x"]), "'relevant'"),
-        (
-            lambda: make_relevance_reward(ListParser(2))(["p"], ["x"], relevant=[[], []]),
-            "2 entries",
-        ),
-        (lambda: SafetyOracle({}, unknown="no"), "'safe', 'unsafe'"),
-        (lambda: SafetyOracle({}, unknown=True), "'safe', 'unsafe'"),
-        (
-            lambda: SafetyOracle(RISKS, "safe").violates("A", None, ["horor"]),
-            "Did you mean 'horror'",
-        ),
-    ],
-)
-def test_refused_with_a_message(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_old_penalty_of_a_rank_that_overflows_is_refused():
-    with pytest.raises(ValueError, match="Unknown item status 'overflow'"):
-        make_relevance_reward(ListParser(1), penalties={"overflow": 1.0})
 
 
 # ---------------------------------------------------------------- one parse for rewards and tokens
@@ -781,7 +628,11 @@ def test_a_blank_line_does_not_excuse_a_malformed_line(text):
     "make, message",
     [
         (lambda p: ListParser(3, prose="no"), "Unknown prose 'no'"),
-        (lambda p: ListParser(2.5), "whole number >= 1, got 2.5"),
+        (lambda p: ListParser(2.5), "num_ranks must be a whole number >= 1, got 2.5"),
+        (lambda p: Titles([3]), "pair \\(title, year\\), got 3"),
+        (lambda p: make_relevance_reward(p, "exp_ing"), "Did you mean 'exp_inf'"),
+        (lambda p: make_relevance_reward(p)(["p"], ["x"], relevant=[[], []]), "2 entries"),
+        (lambda p: make_relevance_reward(p, penalties={"overflow": 1.0}), "item status 'overflow'"),
         (lambda p: ListParser(3, tolerance=None), "tolerance must be a whole number >= 0"),
         (lambda p: ListParser(3, memory=0), "memory must be a whole number >= 1"),
         (
