@@ -1064,7 +1064,9 @@ evil = "__import__('os').environ.update(SEEN='1')"
 texts = [evil, f"[{evil}]", f"1+{evil}", f"({evil})", f"1\\n{evil}", f'{{"a": {evil}}}', "9**9**9**9", "1/0",
          "(" * 5000, "[" * 100000, "9" * 10**5, "", None]
 refused = []
-for name in sorted(set(DATASETS) - {"composite"}):  # its entries name the dataset they are from
+for name, (kind, _) in sorted(DATASETS.items()):
+    if name == "composite" or "score_answer" not in vars(kind):  # text compared as it is
+        continue
     try:
         score = gym_scorer(name)
     except ValueError as e:
