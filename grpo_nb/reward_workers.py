@@ -141,7 +141,6 @@ def worker_main(
     pipe: Any,  # binary file to the parent and back
     specs: list[RewardSpec],  # the functions
     memory_mb: int | None,  # address space, MiB
-    parent: int,  # its process number
 ) -> None:
     "Serve jobs until the parent hangs up."
 
@@ -149,7 +148,7 @@ def worker_main(
         pipe.write(line)
         pipe.flush()
 
-    _confine(memory_mb, parent)
+    _confine(memory_mb, parent=int(sys.argv[2]))
     try:
         for spec in specs:
             if spec.warm_up is not None:
@@ -198,7 +197,7 @@ class Worker:
         self.pipe, theirs = socket.socketpair()
         self.pipe.setblocking(False)
         self.process = subprocess.Popen(
-            [spawn.get_executable(), "-c", WORKER_BOOT, str(theirs.fileno())],
+            [spawn.get_executable(), "-c", WORKER_BOOT, str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -350,7 +349,7 @@ class WorkerPool:
         if os.name != "posix":
             raise ValueError("Reward workers need Linux or macOS. Use workers=0.")
         self.specs, self.size, self.config = specs, size, config
-        self.blob = pickled((worker_main, (specs, config.memory_mb, os.getpid())))
+        self.blob = pickled((worker_main, (specs, config.memory_mb)))
         self.workers: list[Worker] = []
         self.wasted = 0  # workers in a row that served no sample
         # runs when the pool is collected and when the interpreter exits
