@@ -311,7 +311,9 @@ def tell_stream(
     if own is not None and any(getattr(t, "taskset_id", None) not in own for t in rollout.tasks):
         return
     if hasattr(self.stream, "observe"):
-        found = self.stream.observe(rollout)
+        given = self.config.advantage.weights is not None
+        weights = dict(zip(self.rewards.components, self.weights)) if given else None
+        found = self.stream.observe(rollout, weights)
         numbers = {k: v for k, v in found.items() if isinstance(v, (int, float))}
         self.batch_rows["selection"].append(numbers)
     elif hasattr(self.stream, "feedback"):

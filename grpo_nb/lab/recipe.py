@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['PolicyConfig', 'TasksConfig', 'RewardsConfig', 'GRPOConfig', 'use_threads', 'locate', 'load_config', 'read_tree',
            'empty_recipe', 'with_trinity_blocks', 'with_verl_block', 'at_key', 'open_policy', 'open_rewards',
-           'open_stream', 'pass_rate_operators', 'complete_entry', 'open_eval', 'find_checkpoint', 'warn_of_versions',
-           'ask_for_functions']
+           'open_stream', 'complete_entry', 'open_eval', 'find_checkpoint', 'warn_of_versions', 'ask_for_functions']
 
 # %% ../../nbs/lab/03_recipe.ipynb #27f3f984
 import contextlib
@@ -253,7 +252,7 @@ def open_stream(
     one = [{"name": Path(t.train or "").stem, "path": t.train, "selector": t.selector or "shuffle"}]
     blocks = {
         "tasksets": [complete_entry(e, config) for e in t.tasksets or one],
-        "operators": pass_rate_operators(config) if t.operators is None else t.operators,
+        "operators": ["pass_rate_calculator"] if t.operators is None else t.operators,
     }
     with at_key("tasks"):
         return TasksetScheduler.from_config(
@@ -264,15 +263,6 @@ def open_stream(
             shares=t.shares,
             prefetch=t.prefetch,
         )
-
-
-def pass_rate_operators(config: GRPOConfig) -> list[dict]:
-    "The feedback that selectors get by default: pass rates, with the weights of the advantages."
-    weights = config.advantage.weights
-    if weights is not None and not isinstance(weights, Mapping):
-        weights = dict(zip(config.rewards.functions, weights))
-    args = {} if weights is None else {"weights": dict(weights)}
-    return [{"name": "pass_rate_calculator", "args": args}]
 
 
 def complete_entry(
