@@ -254,7 +254,11 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path):
 
 
 def test_the_package_never_unpickles_files():
-    own_processes = {"reward_workers.py", "runs.py", "spec.py"}  # what they hand to processes they start
+    own_processes = {
+        "reward_workers.py",
+        "runs.py",
+        "spec.py",
+    }  # what they hand to processes they start
     for path in (ROOT / "grpo_nb").rglob("*.py"):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
