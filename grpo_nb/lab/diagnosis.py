@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RULES', 'Thresholds', 'Finding', 'diagnose']
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #faa03526
+# %% ../../nbs/lab/02_diagnosis.ipynb #35bd72b0
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ import numpy as np
 from .frames import KL_OLD, MissingMetric, column, need
 from .record import RunFiles, frame_of, kl_limit
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #3d42c537
+# %% ../../nbs/lab/02_diagnosis.ipynb #23d76dc0
 @dataclass(frozen=True)
 class Thresholds:
     "Limits of the ten rules; a tuple is WARN first, CRITICAL last."
@@ -44,7 +44,7 @@ class Thresholds:
     trend_p: float = 0.05  # D5, D10 significance of a trend
     least_rows: int = 30  # D5, D10 rows a trend needs
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #ba66ee7f
+# %% ../../nbs/lab/02_diagnosis.ipynb #72dd91fa
 @dataclass(frozen=True)
 class Finding:
     "What a rule says."
@@ -62,7 +62,7 @@ def _rule(name: str) -> Callable:
     "Decorator: a function (frame, thresholds) -> Finding becomes a rule."
     return lambda f: RULES.setdefault(name, f)
 
-
+# %% ../../nbs/lab/02_diagnosis.ipynb #2c03d3a1
 def _grade(value: float, limits: Sequence[float]) -> str:
     "Verdict of a number that should be small."
     return "CRITICAL" if value > limits[-1] else "WARN" if value > limits[0] else "OK"
@@ -71,11 +71,11 @@ def _grade(value: float, limits: Sequence[float]) -> str:
 def _worst(*verdicts: str) -> str:
     return max(verdicts, key=("OK", "WARN", "CRITICAL").index)
 
-
+# %% ../../nbs/lab/02_diagnosis.ipynb #1bffed27
 def _limits(limits: Sequence[float]) -> str:
     return " / ".join(f"{x:.0%}" for x in limits)
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #210b3743
+# %% ../../nbs/lab/02_diagnosis.ipynb #2dd352df
 def _mean(x: np.ndarray | None) -> float:
     "Mean of the values that are there."
     x = x[np.isfinite(x)] if x is not None else []
@@ -86,7 +86,7 @@ def _recent(x: np.ndarray | None, n: int) -> float:
     "Mean of the last n values that are there."
     return _mean(x[np.isfinite(x)][-n:]) if x is not None else math.nan
 
-
+# %% ../../nbs/lab/02_diagnosis.ipynb #9048874e
 def _longest(mask: np.ndarray) -> slice:
     "The longest run of True."
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
@@ -106,7 +106,7 @@ def _trend(values: np.ndarray) -> tuple[float, float]:
     tau, p = kendalltau(np.arange(len(x)), x)
     return float(tau), float(p)
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #5b6e2f3e
+# %% ../../nbs/lab/02_diagnosis.ipynb #57d6977e
 @_rule("D1 dead groups")
 def _dead_groups(frame, t: Thresholds) -> Finding:
     "Too many groups without reward spread."
@@ -132,7 +132,7 @@ def _dead_groups(frame, t: Thresholds) -> Finding:
     why = f"equal rewards give advantage 0; {t.dead_steps} steps in a row above {level:.0%}"
     return Finding(verdict, said, why, say)
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #90fd633a
+# %% ../../nbs/lab/02_diagnosis.ipynb #533ad7df
 @_rule("D2 sampler mismatch")
 def _sampler_mismatch(frame, t: Thresholds) -> Finding:
     "The policy that is trained is not the one that sampled."
@@ -159,7 +159,7 @@ def _sampler_mismatch(frame, t: Thresholds) -> Finding:
     why = f"limits {t.logp_diff:g} and {t.ratio_q95:g}; equal parameters give ratio exp(0) = 1"
     return Finding(verdict, "; ".join(said), why, say)
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #953fec4d
+# %% ../../nbs/lab/02_diagnosis.ipynb #d9ced9f4
 @_rule("D3 clip saturation")
 def _clip_saturation(frame, t: Thresholds) -> Finding:
     "Too many samples clipped, or on one side only."
@@ -178,7 +178,7 @@ def _clip_saturation(frame, t: Thresholds) -> Finding:
     say = "Fewer updates per rollout or a lower learning rate; check the step dimension and the clip range."
     return Finding(verdict, said, why, say)
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #73477644
+# %% ../../nbs/lab/02_diagnosis.ipynb #40b83131
 @_rule("D4 KL drift")
 def _kl_drift(frame, t: Thresholds) -> Finding:
     "The policy moves too far per update, or from the reference, or not at all."
@@ -207,7 +207,7 @@ def _kl_drift(frame, t: Thresholds) -> Finding:
     why = f"limits: per update {t.kl_old:g}; to reference {t.kl_ref[0]:g} / {t.kl_ref[-1]:g}, least {t.kl_ref_least:g}"
     return Finding(verdict, "; ".join(said), why, say)
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #baf774da
+# %% ../../nbs/lab/02_diagnosis.ipynb #008200a2
 @_rule("D5 entropy collapse")
 def _entropy_collapse(frame, t: Thresholds) -> Finding:
     "Entropy collapsed while the reward is flat."
@@ -227,7 +227,7 @@ def _entropy_collapse(frame, t: Thresholds) -> Finding:
     say = "Raise the sampling temperature or the upper clip range, or lower the learning rate."
     return Finding(verdict, said, why, say)
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #27c3fa95
+# %% ../../nbs/lab/02_diagnosis.ipynb #3a24af1a
 @_rule("D6 length")
 def _length(frame, t: Thresholds) -> Finding:
     "Completions are cut off, or grow because length pays."
@@ -255,7 +255,7 @@ def _length(frame, t: Thresholds) -> Finding:
     why = f"limits {_limits(t.truncated)} truncated; length +{t.longer:.0%} with correlation above {t.length_corr:g}"
     return Finding(verdict, "; ".join(said), why, say)
 
-
+# %% ../../nbs/lab/02_diagnosis.ipynb #3091a061
 def _correlation(x: np.ndarray, y: np.ndarray | None, least: int) -> float:
     "Correlation where both are there; NaN for fewer than so many values."
     both = np.isfinite(x) & np.isfinite(x if y is None else y)
@@ -263,7 +263,7 @@ def _correlation(x: np.ndarray, y: np.ndarray | None, least: int) -> float:
         return math.nan
     return float(np.corrcoef(x[both], y[both])[0, 1])
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #5ef37476
+# %% ../../nbs/lab/02_diagnosis.ipynb #647b8c98
 @_rule("D7 dominant reward")
 def _dominant_reward(frame, t: Thresholds) -> Finding:
     "One reward component decides alone, or one is never non-zero."
@@ -285,7 +285,7 @@ def _dominant_reward(frame, t: Thresholds) -> Finding:
     why = f"limits {_limits(t.dominant)} for one of {max(len(shares), len(names))} components"
     return Finding(verdict, "; ".join(said), why, say)
 
-
+# %% ../../nbs/lab/02_diagnosis.ipynb #3740ebe1
 def _shares(frame, names: Sequence[str], window: int) -> tuple[dict[str, float], str]:
     "The share of each component in the advantage, or else in the variance of the reward."
     logged = {
@@ -299,7 +299,7 @@ def _shares(frame, names: Sequence[str], window: int) -> tuple[dict[str, float],
     total = sum(variance.values()) or 1.0
     return {n: v / total for n, v in variance.items()}, "reward variance (weights not counted)"
 
-
+# %% ../../nbs/lab/02_diagnosis.ipynb #9316198a
 def _never(frame, name: str, rows: int) -> bool:
     "Whether a component was 0 in so many rows and never anything else."
     mean, std = (column(frame, f"rewards/{name}/{k}") for k in ("mean", "std"))
@@ -307,7 +307,7 @@ def _never(frame, name: str, rows: int) -> bool:
         return False
     return not np.nan_to_num(mean).any() and (std is None or not np.nan_to_num(std).any())
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #16c1f57b
+# %% ../../nbs/lab/02_diagnosis.ipynb #0fe00dc7
 @_rule("D8 gradient")
 def _gradient(frame, t: Thresholds) -> Finding:
     "Gradient not finite, spiking, or zero."
@@ -345,7 +345,7 @@ def _gradient(frame, t: Thresholds) -> Finding:
     why = f"spike: above {t.spike_sigma:g} robust sigma and {t.spike_median:g} medians; zero steps {_limits(t.zero_grad)}"
     return Finding(verdict, "; ".join(said), why, say)
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #f7bcd93f
+# %% ../../nbs/lab/02_diagnosis.ipynb #e74e2751
 @_rule("D9 reward hacking")
 def _reward_hacking(frame, t: Thresholds) -> Finding:
     "Training reward far above held-out reward."
@@ -358,7 +358,7 @@ def _reward_hacking(frame, t: Thresholds) -> Finding:
     say = "Read the best samples by reward; score held-out tasks with an independent verifier; raise beta."
     return Finding(_grade(gap, t.eval_gap), said, why, say)
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #74040d02
+# %% ../../nbs/lab/02_diagnosis.ipynb #b6bd3696
 @_rule("D10 no progress")
 def _no_progress(frame, t: Thresholds) -> Finding:
     "Reward flat although groups have spread."
@@ -378,7 +378,7 @@ def _no_progress(frame, t: Thresholds) -> Finding:
     say = "Compare with a tuned learning rate, then more generations; check the sign of the advantage on one sample."
     return Finding("WARN" if flat and share < t.dead[0] else "OK", said, why, say)
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #97d166cd
+# %% ../../nbs/lab/02_diagnosis.ipynb #157937c0
 def diagnose(
     run,  # Run, run directory, or a frame of any trainer's metrics
     thresholds: Thresholds

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['import_rows', 'read_trl', 'read_verl', 'read_tinker', 'read_csv']
 
-# %% ../../nbs/lab/02_log_importers.ipynb #08dde21d
+# %% ../../nbs/lab/02_log_importers.ipynb #f1d80763
 import json
 import re
 import warnings
@@ -16,7 +16,7 @@ from ..metrics import COUNTERS
 from ..files import read_jsonl
 from .frames import flat_keys, rows_to_frame
 
-# %% ../../nbs/lab/02_log_importers.ipynb #71878fc1
+# %% ../../nbs/lab/02_log_importers.ipynb #27963f79
 _OURS = re.compile(
     r"(eval_|train_|train/|filter/|upd/|adv/|ratio/|kl_old/|loss/|group_std/|sel/|sampling/).*|rewards/.+/(mean|std)|"
     r"reward/.+/(n_error|n_timeout|n_none|n_ok|p95_ms)|completions/((mean|min|max)(_terminated)?_length|clipped_ratio)|"
@@ -50,7 +50,7 @@ def import_rows(
                 unknown[key] = None
     return [steps[k] for k in sorted(steps)], list(unknown)
 
-# %% ../../nbs/lab/02_log_importers.ipynb #0f87e9ac
+# %% ../../nbs/lab/02_log_importers.ipynb #4d10bd1d
 _TRL_NAMES = {  # of versions before 0.16
     "completion_length": "completions/mean_length",
     "clip_ratio": "clip_ratio/region_mean",
@@ -73,7 +73,7 @@ def _trainer_state(path: Path) -> Path:
         )
     return found[-1]
 
-
+# %% ../../nbs/lab/02_log_importers.ipynb #406b01aa
 def read_trl(
     path: str
     | Path,  # trainer_state.json, or a folder that holds it or checkpoint-* folders with it
@@ -91,7 +91,7 @@ def read_trl(
     rows, unknown = import_rows(rows, _TRL_NAMES | old)
     return rows_to_frame(rows, run=path.parent.name, totals=totals, unknown_keys=unknown)
 
-# %% ../../nbs/lab/02_log_importers.ipynb #ec441441
+# %% ../../nbs/lab/02_log_importers.ipynb #f8c8b4ed
 def _read_lines(path: str | Path, sums: Mapping[str, Sequence[str]], **how):
     "A JSONL log as a frame; amounts per step are added up to our counters."
     path = Path(path)
@@ -112,7 +112,7 @@ def _read_lines(path: str | Path, sums: Mapping[str, Sequence[str]], **how):
             frame[counter] = frame[here].fillna(0).sum(axis=1).cumsum()
     return frame
 
-# %% ../../nbs/lab/02_log_importers.ipynb #5ffb47eb
+# %% ../../nbs/lab/02_log_importers.ipynb #7096f01f
 _VERL_NAMES = {
     "critic/score/mean": "reward",
     "response_length/mean": "completions/mean_length",
@@ -161,7 +161,7 @@ def read_verl(
         frame["eval_reward"] = frame[scores[0]]
     return frame
 
-# %% ../../nbs/lab/02_log_importers.ipynb #c73fd207
+# %% ../../nbs/lab/02_log_importers.ipynb #2af38ce4
 _TINKER_NAMES = {
     "test/env/all/reward/total": "eval_reward",
     "test/reward/total": "eval_reward",
@@ -197,7 +197,7 @@ def read_tinker(
         frame["frac_reward_zero_std"] = frame[dead].sum(axis=1, skipna=False)
     return frame
 
-# %% ../../nbs/lab/02_log_importers.ipynb #031c383d
+# %% ../../nbs/lab/02_log_importers.ipynb #f3a6d2bb
 def read_csv(
     path: str | Path,  # a CSV file with a header row
     names: Mapping[str, str] | None = None,  # their name -> ours; one of them must become "step"
