@@ -32,7 +32,6 @@ from grpo_nb.shares import (
     UcbShares,
     WeightShares,
     make_shares,
-    mixture_order,
 )
 from grpo_nb.tasks import Taskset
 
@@ -131,12 +130,6 @@ def test_published_pass_rates():
 # Shares ------------------------------------------------------------------------------------------
 
 
-def test_the_order_is_that_of_a_shuffled_list():
-    as_list = [0] * 300 + [1] * 500 + [2] * 7
-    np.random.default_rng(4).shuffle(as_list)
-    assert mixture_order([300, 500, 7], 4).tolist() == as_list
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=4),
@@ -173,14 +166,6 @@ def test_places_do_not_depend_on_the_batch_sizes(cuts, kind):
     ids = s.shares.ids(0, sum(cuts))
     parts = [s.shares.ids(sum(cuts[:i]), c) for i, c in enumerate(cuts)]
     assert (np.concatenate(parts) == ids).all()
-
-
-def test_user_seed_changes_the_order_and_none_is_the_epoch_alone():
-    orders = [SizeShares([50, 70], seed).ids(0, 120).tolist() for seed in (None, 1, 2)]
-    assert orders[0] == mixture_order([50, 70], 0).tolist()
-    assert len({tuple(o) for o in orders}) == 3 and all(
-        sorted(o) == sorted(orders[0]) for o in orders
-    )
 
 
 def test_999_to_1():
@@ -370,9 +355,7 @@ def test_observe_runs_operators_and_learns():
 
 VARIANTS = {
     "fixed": (["sequential", "shuffle", "random"], "size", False),
-    "learning": (["difficulty_based", "thompson", "greso"], "size", False),
     "learning, read ahead": (["difficulty_based", "thompson", "greso"], "size", True),
-    "fixed, read ahead": (["shuffle", "offline_easy2hard", "random"], "size", True),
     "ucb": (["shuffle", "learnability", "thompson"], {"kind": "ucb", "window": 16}, False),
     "softmax_q": (["difficulty_based", "sequential", "greso"], {"kind": "softmax_q", "tau": 0.3}, True),
     "stages": (["shuffle", "random", "thompson"], {"kind": "stages", "stages": [{"samples": 40, "weights": {"easy": 1, "mid": 1}}, {"weights": {"mid": 1, "hard": 2}}]}, False),
@@ -461,30 +444,6 @@ def test_stop_at_every_step_and_resume_twice(label):
     s.close()
 
 
-@pytest.mark.parametrize("label", ["fixed", "stages"])
-def test_batch_size_may_change_on_resume(label):
-    s = make_three(label)
-    for _ in range(5):
-        s.read()
-    state = saved(s)
-    one, two = make_three(label), make_three(label, 15)
-    one.load_state_dict(state)
-    two.load_state_dict(state)
-    count = lambda rows: {
-        k: sum(x[0] == k for r in rows for x in r) for k in ("easy", "mid", "hard")
-    }
-    assert count([pairs(one.read()) for _ in range(10)]) == count(
-        [pairs(two.read()) for _ in range(4)]
-    )
-    assert one.cursor == two.cursor
-
-
-def test_state_of_other_tasksets_is_refused():
-    state = saved(make_three("fixed"))
-    with pytest.raises(ValueError, match="Resume with the same data"):
-        TasksetScheduler({"easy": Table(17)}, 2).load_state_dict(state)
-
-
 # Reading ahead -----------------------------------------------------------------------------------
 
 
@@ -569,12 +528,6 @@ def test_yaml_of_the_original_document_loads_as_it_is():
     assert {t["taskset_id"] for t in batch} == {"my_taskset"}
 
 
-def test_newer_names_and_changes():
-    config = yaml.safe_load(DOCUMENT.replace("task_selector", "data_selector"))
-    s = TasksetScheduler.from_config(config, open_table, batch_size=2)
-    assert s.selectors[0].options.target_reward == 0.9 and s.batch_size == 2
-
-
 def test_short_form_and_its_errors():
     recipe = {
         "tasksets": [{"name": "a", "path": "x", "selector": "shuffle"}],
@@ -595,12 +548,6 @@ def test_short_form_and_its_errors():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             TasksetScheduler.from_config(broken, open_table)
-
-
-def test_learning_selectors_without_an_operator_warn():
-    s = TasksetScheduler([Table(3)], 2, "thompson")
-    with pytest.warns(UserWarning, match="no experience operator"):
-        s.observe(rollout([1.0], [TaggedTask(None, 0, 0)], [0]))
 
 
 def test_recipe_opens_real_tasksets(tmp_path):

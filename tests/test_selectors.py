@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -295,13 +294,6 @@ def test_refused_configurations(data, config, message):
         make_selector(data, config)
 
 
-def test_near_uniform_temperature_warns():
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        make_selector(FEATURES, BOTS)
-    assert any("nearly uniform" in str(w.message) for w in seen)
-
-
 # The estimator -----------------------------------------------------------------------------------
 
 
@@ -560,12 +552,6 @@ def test_state_is_scalars_and_arrays():
         s = selector_for_resume(label)
         step(s, 1)
         assert check(s.state_dict()), label
-
-
-def test_state_of_another_taskset_is_refused():
-    s = selector_for_resume("shuffle")
-    with pytest.raises(ValueError, match="taskset of 60 tasks"):
-        make_selector({"x": np.zeros(61)}, "shuffle").load_state_dict(s.state_dict())
 
 
 def test_a_checkpoint_of_the_earlier_form_is_read():
