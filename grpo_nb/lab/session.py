@@ -6,7 +6,7 @@
 __all__ = ['IGNORED', 'RunConfig', 'CheckpointConfig', 'Interrupts', 'Session', 'remember', 'sample_table', 'functions_in',
            'session_of', 'state_differences', 'check_resume']
 
-# %% ../../nbs/lab/02_session.ipynb #096b9634
+# %% ../../nbs/lab/02_session.ipynb #1b6d9308
 import contextlib
 import dataclasses
 import logging
@@ -39,39 +39,33 @@ from .record import Run, is_run, is_timing
 from ..tasks import Task
 from ..trainer import GRPO
 
-# %% ../../nbs/lab/02_session.ipynb #ab53de68
+# %% ../../nbs/lab/02_session.ipynb #e0e1c52b
 @configuration
 class RunConfig:
     "The record of a run."
 
     dir: str | None = None  # run directory; None: nothing is written
-    name: str | None = None
-    if_exists: Literal["number", "resume", "raise"] = (
-        "number"  # a second run takes dir-2; or "resume" it, or "raise"
-    )
+    name: str | None = None  # shown name; None: that of the directory
+    if_exists: Literal["number", "resume", "raise"] = "number"  # number: a second run takes dir-2
     samples_every: Natural = 10  # steps between stored samples; 0 = never
     samples_rows: Natural = 32  # samples stored then
     wandb: str | None = None  # "offline" or "online"
-    progress: bool = True
+    progress: bool = True  # show a bar
 
-
+# %% ../../nbs/lab/02_session.ipynb #b808485c
 @configuration
 class CheckpointConfig:
     "When the state is saved; it goes to the folder `checkpoints` of the run directory."
 
     every: Natural = 0  # steps between checkpoints; 0 = by time and at the end only
-    seconds: NonNegative | None = (
-        600.0  # and after so many seconds, also while a batch is collected
-    )
+    seconds: NonNegative | None = 600.0  # and after so many, also while a batch is collected
     at_end: bool = True  # when `fit` ends or is interrupted
     keep_last: Count = 2  # newest ones kept
     keep_best: Natural = 0  # best ones kept besides
     best: str = "eval_sampled"  # metric that says which is best
-    on_error: Literal["warn", "raise"] = (
-        "warn"  # a checkpoint that cannot be written: "warn" and train on, or "raise"
-    )
+    on_error: Literal["warn", "raise"] = "warn"  # if one cannot be written: train on, or stop
 
-# %% ../../nbs/lab/02_session.ipynb #a945eb48
+# %% ../../nbs/lab/02_session.ipynb #fc650812
 class Interrupts:
     "Turns the first signal into a wish, so that no step is cut in half."
 
@@ -103,7 +97,7 @@ class Interrupts:
         for s, handler in self.old.items():
             signal.signal(s, handler)
 
-# %% ../../nbs/lab/02_session.ipynb #f0582704
+# %% ../../nbs/lab/02_session.ipynb #6dc3d50f
 class Session:
     "The callback that surrounds a training."
 
@@ -142,10 +136,10 @@ class Session:
     def updating(self) -> bool:
         return self.update_of is not None and self.update_of == self.trainer.step_done
 
-
+# %% ../../nbs/lab/02_session.ipynb #9316c81d
 GRPO.accompany(Session.attach)
 
-# %% ../../nbs/lab/02_session.ipynb #cd3e853f
+# %% ../../nbs/lab/02_session.ipynb #37a698e1
 @patch
 def on_fit_start(self: Session, trainer: GRPO):
     "Open the record, and catch interrupts."
@@ -161,7 +155,7 @@ def on_fit_start(self: Session, trainer: GRPO):
     self.interrupted = None
     self.fitting = True
 
-
+# %% ../../nbs/lab/02_session.ipynb #19ce7d6a
 @patch
 def on_fit_end(self: Session, trainer: GRPO):
     "Save, and say how to go on; after an error only mark the run as failed."
@@ -188,7 +182,7 @@ def on_fit_end(self: Session, trainer: GRPO):
     done = trainer.step_done >= trainer.config.steps and not bad
     self.mark("interrupted" if self.interrupted else "finished" if done else "stopped")
 
-
+# %% ../../nbs/lab/02_session.ipynb #10661554
 @patch
 def mark(self: Session, state: str):
     "Write the state of the run."
@@ -202,7 +196,7 @@ def between_batches(self: Session) -> bool:
     collector = self.trainer.collector
     return collector is not None and collector.status != "closed"
 
-# %% ../../nbs/lab/02_session.ipynb #9675d7d3
+# %% ../../nbs/lab/02_session.ipynb #0f850b77
 @patch
 def on_batch_start(self: Session, trainer: GRPO):
     "Everything agrees: save if it is time."
@@ -224,7 +218,7 @@ def on_collect(self: Session, trainer: GRPO, rollout: Rollout):
     self.update_of = trainer.step_done
     self.begun.clear()
 
-
+# %% ../../nbs/lab/02_session.ipynb #f01caebc
 @patch
 def on_step_error(self: Session, trainer: GRPO, error: BaseException):
     "Undo a batch; say what a broken update has left."
@@ -235,7 +229,7 @@ def on_step_error(self: Session, trainer: GRPO, error: BaseException):
     self.undo = None
     self.update_of = None
 
-
+# %% ../../nbs/lab/02_session.ipynb #f073deb8
 def remember(
     trainer: GRPO,
 ) -> Callable[[], None]:  # puts it back
@@ -260,7 +254,7 @@ def remember(
 
     return undo
 
-
+# %% ../../nbs/lab/02_session.ipynb #800076b1
 @patch
 def say_broken_off(self: Session):
     "What state a broken update has left, and how to go on."
@@ -281,7 +275,7 @@ def say_broken_off(self: Session):
     )
     print(self.half)
 
-# %% ../../nbs/lab/02_session.ipynb #016859c1
+# %% ../../nbs/lab/02_session.ipynb #a34f4952
 @patch
 def on_step_end(self: Session, trainer: GRPO, row: Mapping):
     "Write the row and now and then samples; move the bar."
@@ -300,7 +294,7 @@ def on_step_end(self: Session, trainer: GRPO, row: Mapping):
     if self.bar is not None:
         self.bar.update(step, row)
 
-
+# %% ../../nbs/lab/02_session.ipynb #fc8c24a2
 def sample_table(
     rollout: Rollout,  # with rewards
     advantages: Tensor,  # (N,) or (N, S)
@@ -325,7 +319,7 @@ def sample_table(
         columns["truncated"] = r.info["truncated"].tolist()
     return columns
 
-# %% ../../nbs/lab/02_session.ipynb #e5d9b4a6
+# %% ../../nbs/lab/02_session.ipynb #541cf8fc
 @patch
 def open_record(self: Session):
     "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
@@ -362,7 +356,7 @@ def open_record(self: Session):
         run.truncate_after(self.trainer.step_done)
         self.trainer.history = read_jsonl(run.dir / "metrics.jsonl")[0]
 
-
+# %% ../../nbs/lab/02_session.ipynb #4b99d6bd
 @patch
 def refuse_run(self: Session, folder: str | Path):
     "Say what to do about a run that is there."
@@ -382,7 +376,7 @@ def open_log(self: Session):
     logging.getLogger("grpo_nb").addHandler(self.log)
     logging.getLogger("grpo_nb").setLevel(logging.INFO)
 
-
+# %% ../../nbs/lab/02_session.ipynb #8ec09f8b
 @patch
 def load_newest(
     self: Session,
@@ -406,7 +400,7 @@ def load_newest(
     else:
         print("The run has no checkpoint yet: it starts again from step 0.")
 
-# %% ../../nbs/lab/02_session.ipynb #014dbbb6
+# %% ../../nbs/lab/02_session.ipynb #7be34a12
 @patch
 def save_state(
     self: Session,
@@ -437,7 +431,7 @@ def save_state(
     trainer.notify("on_save", path)
     return path
 
-
+# %% ../../nbs/lab/02_session.ipynb #a4a24bd9
 def functions_in(
     config,  # a configuration, or a part of it
     key: str = "",  # of the part
@@ -454,7 +448,7 @@ def functions_in(
         return found
     return {key: plain(config)} if callable(config) else {}
 
-# %% ../../nbs/lab/02_session.ipynb #22451157
+# %% ../../nbs/lab/02_session.ipynb #7b7ef520
 @patch
 def autosave(
     self: Session,
@@ -479,7 +473,7 @@ def autosave(
         self.run.event("checkpoint_failed", step=step, error=str(e))
         warnings.warn(f"{e} Training goes on.", stacklevel=2)
 
-
+# %% ../../nbs/lab/02_session.ipynb #e44b4632
 @patch
 def load_checkpoint(
     self: Session,
@@ -495,7 +489,7 @@ def last_checkpoint(self: Session) -> Path | None:  # None: nothing to go on fro
     "The newest whole checkpoint of the run."
     return None if self.run is None else latest(self.run.dir / "checkpoints")
 
-
+# %% ../../nbs/lab/02_session.ipynb #700907d3
 @patch
 def how_to_go_on(self: Session) -> str:
     "What a new process does to continue this run."
@@ -511,7 +505,7 @@ def how_to_go_on(self: Session) -> str:
         return "The run has no checkpoint, so a new process starts again from step 0 (see checkpoint.at_end and checkpoint.every)."
     return "Nothing is on the disk, for run.dir is not set: trainer.save(folder) keeps this state, another time run.dir=FOLDER does."
 
-# %% ../../nbs/lab/02_session.ipynb #bb712c5c
+# %% ../../nbs/lab/02_session.ipynb #275aebbb
 def session_of(trainer: GRPO) -> Session:
     "The session of a trainer; one that was made before the lab was imported gets it now."
     if not hasattr(trainer, "session"):
@@ -530,7 +524,7 @@ def interrupted(self: GRPO) -> str | None:
     "Name of the signal that ended the last `fit`."
     return session_of(self).interrupted
 
-
+# %% ../../nbs/lab/02_session.ipynb #85f6ae0c
 @patch
 def open_run(self: GRPO):
     "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
@@ -545,7 +539,7 @@ def save(
     "Save everything, between two steps or two generation batches."
     return session_of(self).save_state(root)
 
-
+# %% ../../nbs/lab/02_session.ipynb #65b643e9
 @patch
 def close(
     self: GRPO,
@@ -562,10 +556,10 @@ def close(
         session.log.close()
         session.closed = True
 
-# %% ../../nbs/lab/02_session.ipynb #38ea1eea
+# %% ../../nbs/lab/02_session.ipynb #3b2ab659
 IGNORED = ("seconds", "seconds_trained")  # times
 
-
+# %% ../../nbs/lab/02_session.ipynb #ab8e7764
 def state_differences(
     a,  # a state: numbers, strings, tensors, arrays, lists, mappings
     b,  # another
@@ -586,7 +580,7 @@ def state_differences(
         return [] if same else [where]
     return [] if type(a) is type(b) and repr(a) == repr(b) else [where]
 
-
+# %% ../../nbs/lab/02_session.ipynb #483f4d42
 @patch
 def differences(
     self: GRPO,
@@ -600,7 +594,7 @@ def differences(
             found += state_differences(*rows, name)
     return found
 
-# %% ../../nbs/lab/02_session.ipynb #7f672e3e
+# %% ../../nbs/lab/02_session.ipynb #a45809c8
 def check_resume(
     make: Callable[[str], GRPO],  # builds the trainer with this run directory
     steps: int,  # of the whole run
