@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['StreamConfig', 'TaskStream']
 
-# %% ../nbs/method/02_stream.ipynb #75051740
+# %% ../nbs/method/02_stream.ipynb #7432ffa7
 import numpy as np
 import torch
 
 from .config import configuration
 from .core import seeded
 
-# %% ../nbs/method/02_stream.ipynb #a1ac141a
+# %% ../nbs/method/02_stream.ipynb #fcb0f00e
 @configuration
 class StreamConfig:
     "The order of the training tasks."

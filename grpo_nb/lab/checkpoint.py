@@ -6,7 +6,7 @@
 __all__ = ['FORMAT', 'MANIFEST', 'CheckpointError', 'to_disk', 'seal', 'check_seal', 'write_state', 'read_state', 'versions',
            'checkpoints', 'latest', 'write_checkpoint', 'prune']
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #ecc8e5c3
+# %% ../../nbs/lab/01_checkpoint.ipynb #085f5f08
 import contextlib
 import json
 import math
@@ -26,7 +26,7 @@ from torch import Tensor
 from ..config import check_number
 from ..files import Lock, decode_nonfinite, encode_nonfinite, pack, sha256, unpack
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #d4b20120
+# %% ../../nbs/lab/01_checkpoint.ipynb #493abb4f
 FORMAT = 1  # of checkpoints; others are refused by name
 MANIFEST = "manifest.json"
 
@@ -45,7 +45,7 @@ def to_disk(
     finally:
         os.close(fd)
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #697ff9f5
+# %% ../../nbs/lab/01_checkpoint.ipynb #adc0e127
 def seal(
     folder: Path,  # finished folder, under a name that readers ignore
     target: Path,  # its place, on the same file system; must be free
@@ -62,7 +62,7 @@ def seal(
     to_disk(target.parent)
     return target
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #d88fe417
+# %% ../../nbs/lab/01_checkpoint.ipynb #cd2e32b4
 def check_seal(
     folder: str | Path,
 ) -> dict:  # the manifest
@@ -85,7 +85,7 @@ def check_seal(
             raise CheckpointError(fault)
     return manifest
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #17bca1a9
+# %% ../../nbs/lab/01_checkpoint.ipynb #18d3bbc6
 def _fault(folder: Path, name: str, told: Mapping) -> str:
     "What is wrong with a file of a checkpoint; empty if nothing is."
     path = folder / name
@@ -99,7 +99,7 @@ def _fault(folder: Path, name: str, told: Mapping) -> str:
     same = sha256(path) == told["sha256"]
     return "" if same else f"{folder.name}/{name} was changed: its SHA-256 differs."
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #cceac6e6
+# %% ../../nbs/lab/01_checkpoint.ipynb #4878fd00
 def write_state(
     folder: Path,  # empty folder
     state: Mapping[str, Any],  # part -> tree
@@ -121,7 +121,7 @@ def write_state(
                 raise OSError(f"{part}.safetensors: {e}") from e
     (folder / "state.json").write_text(json.dumps(encode_nonfinite(told), allow_nan=False))
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #9b635705
+# %% ../../nbs/lab/01_checkpoint.ipynb #dabef063
 def read_state(
     folder: str | Path,  # a whole checkpoint
     make_task: Callable | None = None,  # builds the tasks in it, e.g. `Task`
@@ -136,7 +136,7 @@ def read_state(
         state[part] = unpack(tree, tensors, make_task=make_task)
     return state
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #78a78b3b
+# %% ../../nbs/lab/01_checkpoint.ipynb #1aea95e3
 @cache
 def versions() -> dict[str, str]:
     "Versions that decide whether a continuation has the same bits."
@@ -157,7 +157,7 @@ def checkpoints(
             found.append((_order(path), path.name, path))
     return [path for *_, path in sorted(found, reverse=True)]
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #ac88015c
+# %% ../../nbs/lab/01_checkpoint.ipynb #9b53e9e9
 def _order(path: Path) -> int:
     return int(json.loads((path / MANIFEST).read_text())["order"])
 
@@ -174,7 +174,7 @@ def latest(
             warnings.warn(f"{e} The checkpoint before it is used.", stacklevel=2)
     return None
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #e6a22419
+# %% ../../nbs/lab/01_checkpoint.ipynb #00bb3c54
 def write_checkpoint(
     root: str | Path,  # folder of checkpoints, made if missing
     step: int,  # steps done
@@ -206,7 +206,7 @@ def write_checkpoint(
         shutil.rmtree(new, ignore_errors=True)
         lock.release()
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #711aa699
+# %% ../../nbs/lab/01_checkpoint.ipynb #f5346168
 def _free_name(root: Path, step: int) -> Path:
     "step_00000007, or step_00000007-1 if that is there."
     target, n = root / f"step_{step:08d}", 0
@@ -215,7 +215,7 @@ def _free_name(root: Path, step: int) -> Path:
         target = root / f"step_{step:08d}-{n}"
     return target
 
-# %% ../../nbs/lab/01_checkpoint.ipynb #ff37e4fe
+# %% ../../nbs/lab/01_checkpoint.ipynb #1407fb99
 def prune(
     root: str | Path,  # folder of checkpoints
     keep_last: int = 2,  # newest ones kept; at least 1

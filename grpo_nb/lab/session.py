@@ -6,7 +6,7 @@
 __all__ = ['IGNORED', 'RunConfig', 'CheckpointConfig', 'Interrupts', 'Session', 'remember', 'sample_table', 'functions_in',
            'session_of', 'state_differences', 'check_resume']
 
-# %% ../../nbs/lab/02_session.ipynb #1b6d9308
+# %% ../../nbs/lab/02_session.ipynb #8f1d219d
 import contextlib
 import dataclasses
 import logging
@@ -39,7 +39,7 @@ from .record import Run, is_run, is_timing
 from ..tasks import Task
 from ..trainer import GRPO
 
-# %% ../../nbs/lab/02_session.ipynb #e0e1c52b
+# %% ../../nbs/lab/02_session.ipynb #e7e86891
 @configuration
 class RunConfig:
     "The record of a run."
@@ -52,7 +52,7 @@ class RunConfig:
     wandb: str | None = None  # "offline" or "online"
     progress: bool = True  # show a bar
 
-# %% ../../nbs/lab/02_session.ipynb #b808485c
+# %% ../../nbs/lab/02_session.ipynb #69cd6999
 @configuration
 class CheckpointConfig:
     "When the state is saved; it goes to the folder `checkpoints` of the run directory."
@@ -65,7 +65,7 @@ class CheckpointConfig:
     best: str = "eval_sampled"  # metric that says which is best
     on_error: Literal["warn", "raise"] = "warn"  # if one cannot be written: train on, or stop
 
-# %% ../../nbs/lab/02_session.ipynb #fc650812
+# %% ../../nbs/lab/02_session.ipynb #88c375c8
 class Interrupts:
     "Turns the first signal into a wish, so that no step is cut in half."
 
@@ -97,7 +97,7 @@ class Interrupts:
         for s, handler in self.old.items():
             signal.signal(s, handler)
 
-# %% ../../nbs/lab/02_session.ipynb #6dc3d50f
+# %% ../../nbs/lab/02_session.ipynb #8bf19e05
 class Session:
     "The callback that surrounds a training."
 
@@ -136,10 +136,10 @@ class Session:
     def updating(self) -> bool:
         return self.update_of is not None and self.update_of == self.trainer.step_done
 
-# %% ../../nbs/lab/02_session.ipynb #9316c81d
+# %% ../../nbs/lab/02_session.ipynb #2275b1b5
 GRPO.accompany(Session.attach)
 
-# %% ../../nbs/lab/02_session.ipynb #37a698e1
+# %% ../../nbs/lab/02_session.ipynb #dac34a0c
 @patch
 def on_fit_start(self: Session, trainer: GRPO):
     "Open the record, and catch interrupts."
@@ -155,7 +155,7 @@ def on_fit_start(self: Session, trainer: GRPO):
     self.interrupted = None
     self.fitting = True
 
-# %% ../../nbs/lab/02_session.ipynb #19ce7d6a
+# %% ../../nbs/lab/02_session.ipynb #9f6e4e46
 @patch
 def on_fit_end(self: Session, trainer: GRPO):
     "Save, and say how to go on; after an error only mark the run as failed."
@@ -182,7 +182,7 @@ def on_fit_end(self: Session, trainer: GRPO):
     done = trainer.step_done >= trainer.config.steps and not bad
     self.mark("interrupted" if self.interrupted else "finished" if done else "stopped")
 
-# %% ../../nbs/lab/02_session.ipynb #10661554
+# %% ../../nbs/lab/02_session.ipynb #c0db08be
 @patch
 def mark(self: Session, state: str):
     "Write the state of the run."
@@ -196,7 +196,7 @@ def between_batches(self: Session) -> bool:
     collector = self.trainer.collector
     return collector is not None and collector.status != "closed"
 
-# %% ../../nbs/lab/02_session.ipynb #0f850b77
+# %% ../../nbs/lab/02_session.ipynb #4278331d
 @patch
 def on_batch_start(self: Session, trainer: GRPO):
     "Everything agrees: save if it is time."
@@ -218,7 +218,7 @@ def on_collect(self: Session, trainer: GRPO, rollout: Rollout):
     self.update_of = trainer.step_done
     self.begun.clear()
 
-# %% ../../nbs/lab/02_session.ipynb #f01caebc
+# %% ../../nbs/lab/02_session.ipynb #83a7cb2c
 @patch
 def on_step_error(self: Session, trainer: GRPO, error: BaseException):
     "Undo a batch; say what a broken update has left."
@@ -229,7 +229,7 @@ def on_step_error(self: Session, trainer: GRPO, error: BaseException):
     self.undo = None
     self.update_of = None
 
-# %% ../../nbs/lab/02_session.ipynb #f073deb8
+# %% ../../nbs/lab/02_session.ipynb #730d2306
 def remember(
     trainer: GRPO,
 ) -> Callable[[], None]:  # puts it back
@@ -254,7 +254,7 @@ def remember(
 
     return undo
 
-# %% ../../nbs/lab/02_session.ipynb #800076b1
+# %% ../../nbs/lab/02_session.ipynb #47a28f64
 @patch
 def say_broken_off(self: Session):
     "What state a broken update has left, and how to go on."
@@ -275,7 +275,7 @@ def say_broken_off(self: Session):
     )
     print(self.half)
 
-# %% ../../nbs/lab/02_session.ipynb #a34f4952
+# %% ../../nbs/lab/02_session.ipynb #58b48740
 @patch
 def on_step_end(self: Session, trainer: GRPO, row: Mapping):
     "Write the row and now and then samples; move the bar."
@@ -294,7 +294,7 @@ def on_step_end(self: Session, trainer: GRPO, row: Mapping):
     if self.bar is not None:
         self.bar.update(step, row)
 
-# %% ../../nbs/lab/02_session.ipynb #fc8c24a2
+# %% ../../nbs/lab/02_session.ipynb #bdf7cebe
 def sample_table(
     rollout: Rollout,  # with rewards
     advantages: Tensor,  # (N,) or (N, S)
@@ -319,7 +319,7 @@ def sample_table(
         columns["truncated"] = r.info["truncated"].tolist()
     return columns
 
-# %% ../../nbs/lab/02_session.ipynb #541cf8fc
+# %% ../../nbs/lab/02_session.ipynb #1aed2553
 @patch
 def open_record(self: Session):
     "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
@@ -356,7 +356,7 @@ def open_record(self: Session):
         run.truncate_after(self.trainer.step_done)
         self.trainer.history = read_jsonl(run.dir / "metrics.jsonl")[0]
 
-# %% ../../nbs/lab/02_session.ipynb #4b99d6bd
+# %% ../../nbs/lab/02_session.ipynb #fcbac78f
 @patch
 def refuse_run(self: Session, folder: str | Path):
     "Say what to do about a run that is there."
@@ -376,7 +376,7 @@ def open_log(self: Session):
     logging.getLogger("grpo_nb").addHandler(self.log)
     logging.getLogger("grpo_nb").setLevel(logging.INFO)
 
-# %% ../../nbs/lab/02_session.ipynb #8ec09f8b
+# %% ../../nbs/lab/02_session.ipynb #c2395b1a
 @patch
 def load_newest(
     self: Session,
@@ -400,7 +400,7 @@ def load_newest(
     else:
         print("The run has no checkpoint yet: it starts again from step 0.")
 
-# %% ../../nbs/lab/02_session.ipynb #7be34a12
+# %% ../../nbs/lab/02_session.ipynb #2c29e927
 @patch
 def save_state(
     self: Session,
@@ -431,7 +431,7 @@ def save_state(
     trainer.notify("on_save", path)
     return path
 
-# %% ../../nbs/lab/02_session.ipynb #a4a24bd9
+# %% ../../nbs/lab/02_session.ipynb #3173b536
 def functions_in(
     config,  # a configuration, or a part of it
     key: str = "",  # of the part
@@ -448,7 +448,7 @@ def functions_in(
         return found
     return {key: plain(config)} if callable(config) else {}
 
-# %% ../../nbs/lab/02_session.ipynb #7b7ef520
+# %% ../../nbs/lab/02_session.ipynb #9c3e1603
 @patch
 def autosave(
     self: Session,
@@ -473,7 +473,7 @@ def autosave(
         self.run.event("checkpoint_failed", step=step, error=str(e))
         warnings.warn(f"{e} Training goes on.", stacklevel=2)
 
-# %% ../../nbs/lab/02_session.ipynb #e44b4632
+# %% ../../nbs/lab/02_session.ipynb #15002055
 @patch
 def load_checkpoint(
     self: Session,
@@ -489,7 +489,7 @@ def last_checkpoint(self: Session) -> Path | None:  # None: nothing to go on fro
     "The newest whole checkpoint of the run."
     return None if self.run is None else latest(self.run.dir / "checkpoints")
 
-# %% ../../nbs/lab/02_session.ipynb #700907d3
+# %% ../../nbs/lab/02_session.ipynb #38e80dda
 @patch
 def how_to_go_on(self: Session) -> str:
     "What a new process does to continue this run."
@@ -505,7 +505,7 @@ def how_to_go_on(self: Session) -> str:
         return "The run has no checkpoint, so a new process starts again from step 0 (see checkpoint.at_end and checkpoint.every)."
     return "Nothing is on the disk, for run.dir is not set: trainer.save(folder) keeps this state, another time run.dir=FOLDER does."
 
-# %% ../../nbs/lab/02_session.ipynb #275aebbb
+# %% ../../nbs/lab/02_session.ipynb #92226b5c
 def session_of(trainer: GRPO) -> Session:
     "The session of a trainer; one that was made before the lab was imported gets it now."
     if not hasattr(trainer, "session"):
@@ -524,7 +524,7 @@ def interrupted(self: GRPO) -> str | None:
     "Name of the signal that ended the last `fit`."
     return session_of(self).interrupted
 
-# %% ../../nbs/lab/02_session.ipynb #85f6ae0c
+# %% ../../nbs/lab/02_session.ipynb #10dc00ce
 @patch
 def open_run(self: GRPO):
     "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
@@ -539,7 +539,7 @@ def save(
     "Save everything, between two steps or two generation batches."
     return session_of(self).save_state(root)
 
-# %% ../../nbs/lab/02_session.ipynb #65b643e9
+# %% ../../nbs/lab/02_session.ipynb #5845e2aa
 @patch
 def close(
     self: GRPO,
@@ -556,10 +556,10 @@ def close(
         session.log.close()
         session.closed = True
 
-# %% ../../nbs/lab/02_session.ipynb #3b2ab659
+# %% ../../nbs/lab/02_session.ipynb #84cfa323
 IGNORED = ("seconds", "seconds_trained")  # times
 
-# %% ../../nbs/lab/02_session.ipynb #ab8e7764
+# %% ../../nbs/lab/02_session.ipynb #daee392e
 def state_differences(
     a,  # a state: numbers, strings, tensors, arrays, lists, mappings
     b,  # another
@@ -580,7 +580,7 @@ def state_differences(
         return [] if same else [where]
     return [] if type(a) is type(b) and repr(a) == repr(b) else [where]
 
-# %% ../../nbs/lab/02_session.ipynb #483f4d42
+# %% ../../nbs/lab/02_session.ipynb #05417d04
 @patch
 def differences(
     self: GRPO,
@@ -594,7 +594,7 @@ def differences(
             found += state_differences(*rows, name)
     return found
 
-# %% ../../nbs/lab/02_session.ipynb #a45809c8
+# %% ../../nbs/lab/02_session.ipynb #24e80c84
 def check_resume(
     make: Callable[[str], GRPO],  # builds the trainer with this run directory
     steps: int,  # of the whole run
