@@ -281,7 +281,7 @@ def describe(
     "What every key accepts and means."
     rows, said = [], {}
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
-        said |= {k: v for k, v in docments(base).items() if v}
+        said |= {k: v for k, v in docments(base).items() if v}  # an heir repeats no comments
     hints = typing.get_type_hints(cls, include_extras=True)
     for f in dataclasses.fields(cls):
         key, hint = f"{prefix}{f.name}", hints[f.name]
