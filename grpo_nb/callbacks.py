@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['HOOKS', 'method_at', 'check_callbacks', 'check_call']
 
-# %% ../nbs/method/02_callbacks.ipynb #1d2093ee
+# %% ../nbs/method/02_callbacks.ipynb #e424288a
 import inspect
 from collections.abc import Sequence
 
 from .config import unknown_name
 
-# %% ../nbs/method/02_callbacks.ipynb #bb15f7e5
+# %% ../nbs/method/02_callbacks.ipynb #daa85111
 HOOKS = {  # moment: what a callback is told besides the trainer
     "on_fit_start": (),
     "on_batch_start": (),  # before a batch is drawn: everything agrees, a good moment to save
@@ -23,7 +23,7 @@ HOOKS = {  # moment: what a callback is told besides the trainer
     "on_fit_end": (),  # also if `fit` ends with an error: `trainer.stop` says why
 }
 
-# %% ../nbs/method/02_callbacks.ipynb #c18c8509
+# %% ../nbs/method/02_callbacks.ipynb #3e099c28
 def method_at(
     callback,
     moment: str,  # a name in HOOKS
@@ -34,7 +34,7 @@ def method_at(
         return callback
     return method
 
-# %% ../nbs/method/02_callbacks.ipynb #637ec5cb
+# %% ../nbs/method/02_callbacks.ipynb #808a4486
 def check_callbacks(
     callbacks: Sequence,  # as given to `GRPO`
 ) -> list:
@@ -60,7 +60,7 @@ def check_callbacks(
             check_call(method, f"{where}.{name}", ("trainer", *HOOKS[name]))
     return list(callbacks)
 
-# %% ../nbs/method/02_callbacks.ipynb #bb0ff66b
+# %% ../nbs/method/02_callbacks.ipynb #41284e26
 def check_call(f, where: str, arguments: tuple[str, ...]):
     "Refuse a function that these arguments do not fit."
     if not callable(f):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['pass_at_k', 'EvalConfig', 'Scores', 'evaluate', 'component_means', 'total_reward', 'sampled_scores']
 
-# %% ../nbs/method/03_evaluate.ipynb #1d484977
+# %% ../nbs/method/03_evaluate.ipynb #3c5bba56
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from .config import Count, Natural, check_number, configuration
 from .core import Policy, Rollout, seeded
 from .statistics import interval
 
-# %% ../nbs/method/03_evaluate.ipynb #3c193387
+# %% ../nbs/method/03_evaluate.ipynb #76c1ff77
 def pass_at_k(
     correct: Tensor | np.ndarray,  # (P,) right samples of each task
     n: int,  # samples of each task
@@ -34,7 +34,7 @@ def pass_at_k(
     none_right_P = np.where(i > wrong_P[:, None], 1 - k / i, 1.0).prod(1)
     return np.where(wrong_P < k, 1.0, 1 - none_right_P)
 
-# %% ../nbs/method/03_evaluate.ipynb #32e6a479
+# %% ../nbs/method/03_evaluate.ipynb #d58fafa5
 @configuration
 class EvalConfig:
     "Evaluation on held-out tasks."
@@ -44,7 +44,7 @@ class EvalConfig:
     greedy: bool = True  # one greedy completion per task as well
     limit: Count | None = None  # first so many tasks
 
-# %% ../nbs/method/03_evaluate.ipynb #a13ad8cf
+# %% ../nbs/method/03_evaluate.ipynb #5290e24b
 @dataclass
 class Scores:
     "Held-out scores with intervals."
@@ -68,7 +68,7 @@ class Scores:
         parts = [f"{k} {m:.3f} [{lo:.3f}, {hi:.3f}]" for k, (m, lo, hi) in self.values.items()]
         return f"{', '.join(parts)} ({self.n_tasks} tasks)"
 
-# %% ../nbs/method/03_evaluate.ipynb #047762db
+# %% ../nbs/method/03_evaluate.ipynb #afa11baa
 def evaluate(
     policy: Policy,
     tasks,  # held-out tasks, or {name: tasks}
@@ -99,7 +99,7 @@ def evaluate(
             scores |= sampled_scores(rollout, samples, k, weights)
     return Scores(_with_intervals(scores, parts), len(tasks), samples)
 
-# %% ../nbs/method/03_evaluate.ipynb #12461c92
+# %% ../nbs/method/03_evaluate.ipynb #2cca782c
 def _parts(tasks, limit: int | None) -> dict[str, list]:
     "The tasks to evaluate on, by the name of their set."
     if tasks is None or not len(tasks):
@@ -118,7 +118,7 @@ def _uncounted(rewards):
         rewards.load_state_dict(totals)
         rewards.last = batch
 
-# %% ../nbs/method/03_evaluate.ipynb #764859ea
+# %% ../nbs/method/03_evaluate.ipynb #2482f529
 def component_means(
     rollout: Rollout,  # with rewards
 ) -> Tensor:  # (N, R); rewards per rank are averaged over the ranks
@@ -137,7 +137,7 @@ def total_reward(
     total_N = reward_NR.nan_to_num(0.0) @ weights_R
     return torch.where(reward_NR.isnan().all(1), torch.nan, total_N)
 
-# %% ../nbs/method/03_evaluate.ipynb #5e7c071c
+# %% ../nbs/method/03_evaluate.ipynb #372e27eb
 def sampled_scores(
     rollout: Rollout,  # the samples of every task one after the other
     samples: int,  # per task
@@ -156,7 +156,7 @@ def sampled_scores(
             scores[f"sampled/{name}"] = mean_P.cpu().numpy()
     return scores
 
-# %% ../nbs/method/03_evaluate.ipynb #459b1b1d
+# %% ../nbs/method/03_evaluate.ipynb #280f67c5
 def _with_intervals(scores: Mapping[str, np.ndarray], parts: Mapping[str, list]) -> dict:
     "Mean and interval of every score, over all tasks and over those of each set."
     found = {name: interval(x_P) for name, x_P in scores.items()}

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COUNTERS', 'Counters', 'completion_metrics', 'merge_rows']
 
-# %% ../nbs/method/02_metrics.ipynb #c3d34c26
+# %% ../nbs/method/02_metrics.ipynb #b2b97193
 import contextlib
 import math
 import time
@@ -16,7 +16,7 @@ import numpy as np
 from .config import one_of
 from .core import Rollout
 
-# %% ../nbs/method/02_metrics.ipynb #654d26b6
+# %% ../nbs/method/02_metrics.ipynb #65c86dca
 COUNTERS = tuple(
     "n_prompts n_rollouts_generated n_rollouts_trained tokens_generated tokens_trained reward_calls optimizer_steps "
     "forward_tokens gen_seconds reward_seconds train_seconds wall_seconds".split()
@@ -69,7 +69,7 @@ class Counters:
         self.values = dict(state)
         self.since = self.clock()
 
-# %% ../nbs/method/02_metrics.ipynb #a0c01920
+# %% ../nbs/method/02_metrics.ipynb #664726c3
 def completion_metrics(
     rollout: Rollout,
 ) -> dict[str, float]:
@@ -91,7 +91,7 @@ def _mean_min_max(name: str, x) -> dict[str, float]:
     values = {k: getattr(x, k)().item() if len(x) else math.nan for k in kinds}
     return {f"completions/{k}_{name}": v for k, v in values.items()}
 
-# %% ../nbs/method/02_metrics.ipynb #d9930493
+# %% ../nbs/method/02_metrics.ipynb #d54282f6
 def merge_rows(
     rows: Sequence[Mapping[str, float]],  # one per generation batch
     sums: Collection[str] = (),  # names that are added up; names with "/n_" always are

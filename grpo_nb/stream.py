@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['StreamConfig', 'TaskStream']
 
-# %% ../nbs/method/02_stream.ipynb #7432ffa7
+# %% ../nbs/method/02_stream.ipynb #ea598918
 import numpy as np
 import torch
 
 from .config import configuration
 from .core import seeded
 
-# %% ../nbs/method/02_stream.ipynb #fcb0f00e
+# %% ../nbs/method/02_stream.ipynb #828ad25e
 @configuration
 class StreamConfig:
     "The order of the training tasks."

@@ -6,7 +6,7 @@
 __all__ = ['Beta', 'SELECTION_SUMS', 'OptimizerConfig', 'RunnerConfig', 'TrainerConfig', 'GRPO', 'Paused', 'EndOfTasks',
            'learning_rate', 'update_config', 'make_runner', 'make_optimizer', 'needs_reference']
 
-# %% ../nbs/method/04_trainer.ipynb #6b34108c
+# %% ../nbs/method/04_trainer.ipynb #db06cf08
 import dataclasses
 import functools
 import math
@@ -48,7 +48,7 @@ from .stream import StreamConfig, TaskStream
 from .tasks import Task
 from .update import UpdateConfig, update
 
-# %% ../nbs/method/04_trainer.ipynb #1f4b7f0b
+# %% ../nbs/method/04_trainer.ipynb #f62b761b
 Beta = number_in(0, 1, below=True)
 
 
@@ -69,7 +69,7 @@ class RunnerConfig:
 
     run: RewardConfig = field(default_factory=RewardConfig)
 
-# %% ../nbs/method/04_trainer.ipynb #0e141f72
+# %% ../nbs/method/04_trainer.ipynb #eefb3b2b
 @configuration
 class TrainerConfig:
     "Everything that defines a training, but for policy, tasks and rewards."
@@ -88,7 +88,7 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
-# %% ../nbs/method/04_trainer.ipynb #45fcb275
+# %% ../nbs/method/04_trainer.ipynb #780db9d4
 class GRPO:
     "Group Relative Policy Optimization (DeepSeekMath, 2402.03300) of a policy on tasks with rewards."
 
@@ -147,7 +147,7 @@ class GRPO:
         size = f"{c.train_batch_size} x {c.num_generations} samples per step"
         return f"GRPO({self.policy}, {size}, step {self.step_done} of {c.steps})"
 
-# %% ../nbs/method/04_trainer.ipynb #9577fb4e
+# %% ../nbs/method/04_trainer.ipynb #c952ff15
 class Paused(Exception):
     "Somebody asked to stop between two generation batches; the collector keeps what it has."
 
@@ -171,7 +171,7 @@ def _tells_errors(f):
 
     return told
 
-# %% ../nbs/method/04_trainer.ipynb #f8559f59
+# %% ../nbs/method/04_trainer.ipynb #2efe6fb7
 @patch
 @_tells_errors
 def step(
@@ -210,7 +210,7 @@ def step(
     row["num_tokens"] = self.counters.values["tokens_generated"]
     return self.end_step(row, start, record)
 
-# %% ../nbs/method/04_trainer.ipynb #8900ca83
+# %% ../nbs/method/04_trainer.ipynb #a9371c5e
 @patch
 def draw(
     self: GRPO,
@@ -227,7 +227,7 @@ def draw(
     self.tell_stream(rollout)
     return rollout
 
-# %% ../nbs/method/04_trainer.ipynb #c1bf4eb8
+# %% ../nbs/method/04_trainer.ipynb #5f641c38
 @patch
 def fill_batch(self: GRPO) -> Rollout | None:
     "Generation batches until enough groups vary."
@@ -241,7 +241,7 @@ def fill_batch(self: GRPO) -> Rollout | None:
         raise EndOfTasks("The stream of tasks has come to its end.")
     return found.rollout
 
-# %% ../nbs/method/04_trainer.ipynb #59e8d5e2
+# %% ../nbs/method/04_trainer.ipynb #4b0aa301
 @patch
 def between_batches(
     self: GRPO,
@@ -253,7 +253,7 @@ def between_batches(
     self.notify("on_batch_start")
     return bool(self.stop)
 
-# %% ../nbs/method/04_trainer.ipynb #3e943c5e
+# %% ../nbs/method/04_trainer.ipynb #56360ff1
 @patch
 def sample(
     self: GRPO,
@@ -274,7 +274,7 @@ def sample(
     )
     return rollout
 
-# %% ../nbs/method/04_trainer.ipynb #99f56271
+# %% ../nbs/method/04_trainer.ipynb #397b4147
 @patch
 def reward(
     self: GRPO,
@@ -287,7 +287,7 @@ def reward(
     self.batch_rows["reward"].append(self.rewards.metrics())
     return rollout
 
-# %% ../nbs/method/04_trainer.ipynb #2dd4a31b
+# %% ../nbs/method/04_trainer.ipynb #e972ca10
 @patch
 def tell_stream(
     self: GRPO,
@@ -298,15 +298,13 @@ def tell_stream(
     if own is not None and any(getattr(t, "taskset_id", None) not in own for t in rollout.tasks):
         return
     if hasattr(self.stream, "observe"):
-        given = self.config.advantage.weights is not None
-        weights = dict(zip(self.rewards.components, self.weights)) if given else None
-        found = self.stream.observe(rollout, weights)
+        found = self.stream.observe(rollout)
         numbers = {k: v for k, v in found.items() if isinstance(v, (int, float))}
         self.batch_rows["selection"].append(numbers)
     elif hasattr(self.stream, "feedback"):
         self.stream.feedback(rollout)
 
-# %% ../nbs/method/04_trainer.ipynb #a1d686be
+# %% ../nbs/method/04_trainer.ipynb #da562a7a
 @patch
 @_tells_errors
 def collect(
@@ -316,13 +314,13 @@ def collect(
     "The samples of one step, to look at or to train on with `step(rollout)`."
     return self.draw(tasks)
 
-# %% ../nbs/method/04_trainer.ipynb #3b1d1fc4
+# %% ../nbs/method/04_trainer.ipynb #e712132e
 @patch(as_prop=True)
 def weights(self: GRPO) -> list[float]:
     "One weight per component of the rewards."
     return weights_by_name(self.config.advantage.weights, self.rewards.components)
 
-# %% ../nbs/method/04_trainer.ipynb #7737335b
+# %% ../nbs/method/04_trainer.ipynb #7a17e6da
 @patch
 def advantages(
     self: GRPO,
@@ -346,7 +344,7 @@ def advantages(
         values = spread_to_tokens(values, rollout.mask_NS, rollout.states["item"])
     return values, found.metrics
 
-# %% ../nbs/method/04_trainer.ipynb #979d98ae
+# %% ../nbs/method/04_trainer.ipynb #ff378519
 def learning_rate(
     config: OptimizerConfig,
     step: int,  # steps done before this one
@@ -359,7 +357,7 @@ def learning_rate(
     factor = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}
     return config.lr * factor[config.schedule]
 
-# %% ../nbs/method/04_trainer.ipynb #6c8f4e49
+# %% ../nbs/method/04_trainer.ipynb #7babcf89
 def update_config(
     config: UpdateConfig,
     num_epochs: int | None = None,  # instead of the configured ones
@@ -373,7 +371,7 @@ def update_config(
         config = dataclasses.replace(config, kl_stop=stop)
     return config
 
-# %% ../nbs/method/04_trainer.ipynb #370a2eac
+# %% ../nbs/method/04_trainer.ipynb #6a35a99c
 SELECTION_SUMS = ("selection/groups", "selection/ignored_groups", "selection/ignored_samples")
 
 
@@ -394,7 +392,7 @@ def count_update(
     self.policy_version += report.done > 0
     self.bad_steps = self.bad_steps + 1 if report.nonfinite and not report.done else 0
 
-# %% ../nbs/method/04_trainer.ipynb #1362c556
+# %% ../nbs/method/04_trainer.ipynb #fb00bded
 @patch
 def end_step(
     self: GRPO,
@@ -414,7 +412,7 @@ def end_step(
         self.record(row)
     return row
 
-# %% ../nbs/method/04_trainer.ipynb #367616de
+# %% ../nbs/method/04_trainer.ipynb #cb41de76
 @patch
 def skip_step(self: GRPO, start: float, record: bool) -> dict[str, float]:
     "The row of a step that trained nothing."
@@ -429,7 +427,7 @@ def record(self: GRPO, row: dict):
     self.history.append(row)
     self.notify("on_step_end", row)
 
-# %% ../nbs/method/04_trainer.ipynb #c5b0909f
+# %% ../nbs/method/04_trainer.ipynb #36cd3de4
 def make_runner(
     rewards,  # RewardRunner, {name: function}, a list of functions, or one function
     config: TrainerConfig,
@@ -449,7 +447,7 @@ def make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Optim
         params, config.lr, config.betas, weight_decay=config.weight_decay, fused=fused
     )
 
-# %% ../nbs/method/04_trainer.ipynb #cb15f9f7
+# %% ../nbs/method/04_trainer.ipynb #3012dac5
 def needs_reference(config: UpdateConfig) -> bool:
     "Whether an update looks at a reference policy."
     kl = config.loss.kl_coef or config.kl_stop.target_ref
@@ -470,7 +468,7 @@ def make_collector(self: GRPO) -> GroupCollector:
         make_task=Task,
     )
 
-# %% ../nbs/method/04_trainer.ipynb #3024e9da
+# %% ../nbs/method/04_trainer.ipynb #90cf4aeb
 @patch
 def check_setup(self: GRPO):
     "Refuse parts that do not fit together, and warn of what cannot learn."
@@ -486,7 +484,7 @@ def check_setup(self: GRPO):
             stacklevel=3,
         )
 
-# %% ../nbs/method/04_trainer.ipynb #495d4599
+# %% ../nbs/method/04_trainer.ipynb #beea00b5
 @patch
 def notify(
     self: GRPO,
@@ -498,7 +496,7 @@ def notify(
         if (method := method_at(f, moment)) is not None:
             method(self, *what)
 
-# %% ../nbs/method/04_trainer.ipynb #f406200b
+# %% ../nbs/method/04_trainer.ipynb #44afef55
 @patch
 def fit(
     self: GRPO,
@@ -541,7 +539,7 @@ def fit(
         raise FloatingPointError(self.stop)
     return self
 
-# %% ../nbs/method/04_trainer.ipynb #f0afbe20
+# %% ../nbs/method/04_trainer.ipynb #498fb16d
 @patch
 def end_fit(self: GRPO, why: str):
     "End `fit` for a reason that is no mistake."
@@ -561,14 +559,14 @@ def diagnosis(self: GRPO) -> str:
         "Lower optimizer.lr or update.max_grad_norm, or look for rewards and weights that are not finite."
     )
 
-# %% ../nbs/method/04_trainer.ipynb #84698e95
+# %% ../nbs/method/04_trainer.ipynb #efd5659d
 @patch
 def evaluation_due(self: GRPO) -> bool:
     "Whether held-out tasks are evaluated after this step."
     every = self.config.eval.every
     return bool(every) and self.step_done % every == 0 and self.eval_tasks is not None
 
-# %% ../nbs/method/04_trainer.ipynb #f47d94b6
+# %% ../nbs/method/04_trainer.ipynb #3bbb5b57
 @patch
 def evaluate(
     self: GRPO,
@@ -592,7 +590,7 @@ def evaluate(
     self.notify("on_evaluate", found)
     return found
 
-# %% ../nbs/method/04_trainer.ipynb #4fa4a10e
+# %% ../nbs/method/04_trainer.ipynb #fb1da180
 @patch
 def parts(self: GRPO) -> dict[str, Any]:
     "The parts that have a state of their own."
@@ -600,7 +598,7 @@ def parts(self: GRPO) -> dict[str, Any]:
     found |= {"reference": self.reference, "stream": self.stream, "collector": self.collector}
     return {k: part for k, part in found.items() if hasattr(part, "state_dict")}
 
-# %% ../nbs/method/04_trainer.ipynb #1ea71d9c
+# %% ../nbs/method/04_trainer.ipynb #a68d5b61
 @patch
 def state_dict(
     self: GRPO,
@@ -622,7 +620,7 @@ def state_dict(
     }
     return state | ({"callbacks": told} if told else {})
 
-# %% ../nbs/method/04_trainer.ipynb #74d2e25a
+# %% ../nbs/method/04_trainer.ipynb #ab185f37
 @patch
 def load_state_dict(
     self: GRPO,
@@ -652,7 +650,7 @@ def load_state_dict(
     self.batch_rows = {"reward": reward, "selection": selection, "filter": {}}
     self.last = None
 
-# %% ../nbs/method/04_trainer.ipynb #6031060a
+# %% ../nbs/method/04_trainer.ipynb #de300a79
 @patch
 def check_state(self: GRPO, state: Mapping[str, Any]):
     "Refuse the state of another kind of run."

@@ -8,7 +8,7 @@ __all__ = ['PolicyConfig', 'TasksConfig', 'RewardsConfig', 'GRPOConfig', 'use_th
            'open_stream', 'pass_rate_operators', 'complete_entry', 'open_eval', 'find_checkpoint', 'warn_of_versions',
            'ask_for_functions']
 
-# %% ../../nbs/lab/03_recipe.ipynb #59fc6293
+# %% ../../nbs/lab/03_recipe.ipynb #a4669591
 import contextlib
 import inspect
 import warnings
@@ -42,7 +42,7 @@ from ..scheduler import SELECTOR_KEYS, TasksetScheduler, tasks_from_trinity
 from ..tasks import Task, Taskset, data_path
 from ..trainer import GRPO, RunnerConfig, StreamConfig, TrainerConfig, check_callbacks
 
-# %% ../../nbs/lab/03_recipe.ipynb #61e45d4d
+# %% ../../nbs/lab/03_recipe.ipynb #0b92ada3
 @configuration
 class PolicyConfig:
     "Which language model, and how it samples."
@@ -61,7 +61,7 @@ class PolicyConfig:
     lora: dict | None = None  # train low-rank additions only: {} or options of peft.LoraConfig
     autocast: str | None = None  # "bfloat16": compute in it (and set update.check_tol, e.g. 0.1)
 
-# %% ../../nbs/lab/03_recipe.ipynb #e9da9efd
+# %% ../../nbs/lab/03_recipe.ipynb #8f4bc75b
 @configuration
 class TasksConfig(StreamConfig):
     "Tasks to train and to evaluate on."
@@ -76,7 +76,7 @@ class TasksConfig(StreamConfig):
     epochs: Positive | None = None  # training ends after so many; None: `steps` alone decides
     prefetch: bool = False  # read the next batch in a thread
 
-# %% ../../nbs/lab/03_recipe.ipynb #bb93e789
+# %% ../../nbs/lab/03_recipe.ipynb #ea1dee22
 @configuration
 class RewardsConfig(RunnerConfig):
     "Named rewards of the registry with their options, and how they are run."
@@ -86,7 +86,7 @@ class RewardsConfig(RunnerConfig):
         default_factory=lambda: {"exact_answer": {"extract": "marker", "marker": "</think>"}}
     )
 
-# %% ../../nbs/lab/03_recipe.ipynb #ec817bfa
+# %% ../../nbs/lab/03_recipe.ipynb #b0546959
 @configuration
 class GRPOConfig(TrainerConfig):
     "Everything that defines a run."
@@ -107,7 +107,7 @@ def use_threads(trainer: GRPO) -> None:
 
 GRPO.accompany(use_threads)
 
-# %% ../../nbs/lab/03_recipe.ipynb #ff0c7bbe
+# %% ../../nbs/lab/03_recipe.ipynb #b23dcab4
 def locate(
     name: str,  # a path, or "data:NAME" for something in data/
 ) -> str:
@@ -125,7 +125,7 @@ def load_config(
     tree.pop("compare", None)  # the block of `grpo-nb compare`
     return build_config(cls, with_verl_block(with_trinity_blocks(tree)))
 
-# %% ../../nbs/lab/03_recipe.ipynb #9cedece0
+# %% ../../nbs/lab/03_recipe.ipynb #752ed419
 def read_tree(
     recipe: str | Path | None,  # YAML file, or a stream
     overrides: Sequence[str] = (),  # "key.sub=value"
@@ -155,7 +155,7 @@ def read_tree(
     except (OmegaConfBaseException, UnicodeError, OSError, TypeError, YAMLError) as e:
         raise ValueError(f"{recipe or 'overrides'} cannot be read: {e}") from None
 
-# %% ../../nbs/lab/03_recipe.ipynb #b084cec2
+# %% ../../nbs/lab/03_recipe.ipynb #05f6ee35
 def empty_recipe(
     recipe: str | Path,  # its file
     compared: bool = False,  # it has a compare block
@@ -167,7 +167,7 @@ def empty_recipe(
         "data:recipes/quickstart.yaml, or give no recipe at all for the defaults (grpo-nb config shows them)."
     )
 
-# %% ../../nbs/lab/03_recipe.ipynb #5b7ce931
+# %% ../../nbs/lab/03_recipe.ipynb #46adb52d
 def with_trinity_blocks(tree: dict) -> dict:
     "Trinity-RFT's form of tasksets, selectors and operators as our keys."
     if "buffer" not in tree:
@@ -182,7 +182,7 @@ def with_trinity_blocks(tree: dict) -> dict:
             tree.setdefault(ours, found[k])
     return tree
 
-# %% ../../nbs/lab/03_recipe.ipynb #4c56d714
+# %% ../../nbs/lab/03_recipe.ipynb #1a7f60da
 def with_verl_block(tree: dict) -> dict:
     "verl's place of `filter_groups` as ours."
     if set(tree.get("algorithm") or ()) == {"filter_groups"}:
@@ -191,7 +191,7 @@ def with_verl_block(tree: dict) -> dict:
         tree["filter_groups"].pop("_target_", None)
     return tree
 
-# %% ../../nbs/lab/03_recipe.ipynb #85033411
+# %% ../../nbs/lab/03_recipe.ipynb #b0f12176
 @contextlib.contextmanager
 def at_key(
     key: str,  # of the configuration
@@ -202,7 +202,7 @@ def at_key(
     except ValueError as e:
         raise ValueError(f"{key}: {e}") from e
 
-# %% ../../nbs/lab/03_recipe.ipynb #0a19d9e2
+# %% ../../nbs/lab/03_recipe.ipynb #9f1e2181
 def open_policy(
     config: PolicyConfig,
 ) -> Policy:
@@ -220,7 +220,7 @@ def open_policy(
     except ValueError as e:
         raise ValueError(f"policy: {e}") from e
 
-# %% ../../nbs/lab/03_recipe.ipynb #9735a52e
+# %% ../../nbs/lab/03_recipe.ipynb #aba31676
 def open_rewards(
     config: RewardsConfig,
 ) -> dict[str, Callable]:
@@ -239,7 +239,7 @@ def open_rewards(
             functions[name] = make(**options)
     return functions
 
-# %% ../../nbs/lab/03_recipe.ipynb #5b2eeaaf
+# %% ../../nbs/lab/03_recipe.ipynb #3d2d1e45
 def open_stream(
     config: GRPOConfig,
 ):  # a Taskset, or a TasksetScheduler if selectors or several tasksets are named
@@ -264,7 +264,7 @@ def open_stream(
             prefetch=t.prefetch,
         )
 
-# %% ../../nbs/lab/03_recipe.ipynb #a839f345
+# %% ../../nbs/lab/03_recipe.ipynb #39f448b6
 def pass_rate_operators(config: GRPOConfig) -> list[dict]:
     "The feedback that selectors get by default: pass rates, with the weights of the advantages."
     weights = config.advantage.weights
@@ -273,7 +273,7 @@ def pass_rate_operators(config: GRPOConfig) -> list[dict]:
     args = {} if weights is None else {"weights": dict(weights)}
     return [{"name": "pass_rate_calculator", "args": args}]
 
-# %% ../../nbs/lab/03_recipe.ipynb #d6a0e1b8
+# %% ../../nbs/lab/03_recipe.ipynb #32cc8581
 def complete_entry(
     entry: Mapping,  # {name, path, selector, ...}
     config: GRPOConfig,
@@ -291,7 +291,7 @@ def complete_entry(
     seed = seed_of(config.seed, "selector", entry["name"]) if several else config.seed
     return entry | {key: {"seed": seed} | selector}
 
-# %% ../../nbs/lab/03_recipe.ipynb #08a9cdab
+# %% ../../nbs/lab/03_recipe.ipynb #dc2145be
 def open_eval(
     tasks: TasksConfig,
 ):  # a Taskset, {name: Taskset}, or None
@@ -302,7 +302,7 @@ def open_eval(
     found = {k: Taskset.load(locate(v), prompt=tasks.prompt) for k, v in named.items()}
     return found if isinstance(tasks.eval, Mapping) else found[""]
 
-# %% ../../nbs/lab/03_recipe.ipynb #859deca0
+# %% ../../nbs/lab/03_recipe.ipynb #1096c03f
 @patch(cls_method=True)
 def from_config(
     cls: GRPO,
@@ -326,7 +326,7 @@ def from_config(
         eval_tasks = open_eval(config.tasks) if eval_tasks is None else eval_tasks
     return cls(policy, tasks, rewards, config, eval_tasks, **kwargs)
 
-# %% ../../nbs/lab/03_recipe.ipynb #be887132
+# %% ../../nbs/lab/03_recipe.ipynb #eca4d734
 @patch(cls_method=True)
 def load(
     cls: GRPO,
@@ -358,7 +358,7 @@ def load(
         session.resumed_run = run
     return trainer
 
-# %% ../../nbs/lab/03_recipe.ipynb #b9a34fa6
+# %% ../../nbs/lab/03_recipe.ipynb #adef7afb
 def find_checkpoint(
     path: str | Path,  # a checkpoint, a folder of checkpoints, or a run directory
 ) -> Path:
@@ -371,7 +371,7 @@ def find_checkpoint(
         raise ValueError(f"No whole checkpoint in {str(path)!r}.")
     return found
 
-# %% ../../nbs/lab/03_recipe.ipynb #a92a4b6c
+# %% ../../nbs/lab/03_recipe.ipynb #b66e952e
 def warn_of_versions(folder: Path):
     "Say if a checkpoint was written with other versions; refuse a damaged one."
     told, now = check_seal(folder)["versions"], versions()
@@ -382,7 +382,7 @@ def warn_of_versions(folder: Path):
             stacklevel=3,
         )
 
-# %% ../../nbs/lab/03_recipe.ipynb #b48d2d1e
+# %% ../../nbs/lab/03_recipe.ipynb #f86da215
 def ask_for_functions(
     checkpoint: str,  # its name
     functions: Mapping[str, str],  # key: name of the function, as stored

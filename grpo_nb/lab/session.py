@@ -6,7 +6,7 @@
 __all__ = ['IGNORED', 'RunConfig', 'CheckpointConfig', 'Interrupts', 'Session', 'remember', 'sample_table', 'functions_in',
            'session_of', 'state_differences', 'check_resume']
 
-# %% ../../nbs/lab/02_session.ipynb #8f1d219d
+# %% ../../nbs/lab/02_session.ipynb #7c9c1b3b
 import contextlib
 import dataclasses
 import logging
@@ -39,7 +39,7 @@ from .record import Run, is_run, is_timing
 from ..tasks import Task
 from ..trainer import GRPO
 
-# %% ../../nbs/lab/02_session.ipynb #e7e86891
+# %% ../../nbs/lab/02_session.ipynb #1d0197b9
 @configuration
 class RunConfig:
     "The record of a run."
@@ -52,7 +52,7 @@ class RunConfig:
     wandb: str | None = None  # "offline" or "online"
     progress: bool = True  # show a bar
 
-# %% ../../nbs/lab/02_session.ipynb #69cd6999
+# %% ../../nbs/lab/02_session.ipynb #def88f8f
 @configuration
 class CheckpointConfig:
     "When the state is saved; it goes to the folder `checkpoints` of the run directory."
@@ -65,7 +65,7 @@ class CheckpointConfig:
     best: str = "eval_sampled"  # metric that says which is best
     on_error: Literal["warn", "raise"] = "warn"  # if one cannot be written: train on, or stop
 
-# %% ../../nbs/lab/02_session.ipynb #88c375c8
+# %% ../../nbs/lab/02_session.ipynb #29e06a35
 class Interrupts:
     "Turns the first signal into a wish, so that no step is cut in half."
 
@@ -97,7 +97,7 @@ class Interrupts:
         for s, handler in self.old.items():
             signal.signal(s, handler)
 
-# %% ../../nbs/lab/02_session.ipynb #8bf19e05
+# %% ../../nbs/lab/02_session.ipynb #7e352b0a
 class Session:
     "The callback that surrounds a training."
 
@@ -136,10 +136,10 @@ class Session:
     def updating(self) -> bool:
         return self.update_of is not None and self.update_of == self.trainer.step_done
 
-# %% ../../nbs/lab/02_session.ipynb #2275b1b5
+# %% ../../nbs/lab/02_session.ipynb #7cf601c6
 GRPO.accompany(Session.attach)
 
-# %% ../../nbs/lab/02_session.ipynb #dac34a0c
+# %% ../../nbs/lab/02_session.ipynb #74cbb72f
 @patch
 def on_fit_start(self: Session, trainer: GRPO):
     "Open the record, and catch interrupts."
@@ -155,7 +155,7 @@ def on_fit_start(self: Session, trainer: GRPO):
     self.interrupted = None
     self.fitting = True
 
-# %% ../../nbs/lab/02_session.ipynb #9f6e4e46
+# %% ../../nbs/lab/02_session.ipynb #569a358f
 @patch
 def on_fit_end(self: Session, trainer: GRPO):
     "Save, and say how to go on; after an error only mark the run as failed."
@@ -182,7 +182,7 @@ def on_fit_end(self: Session, trainer: GRPO):
     done = trainer.step_done >= trainer.config.steps and not bad
     self.mark("interrupted" if self.interrupted else "finished" if done else "stopped")
 
-# %% ../../nbs/lab/02_session.ipynb #c0db08be
+# %% ../../nbs/lab/02_session.ipynb #7762591d
 @patch
 def mark(self: Session, state: str):
     "Write the state of the run."
@@ -196,7 +196,7 @@ def between_batches(self: Session) -> bool:
     collector = self.trainer.collector
     return collector is not None and collector.status != "closed"
 
-# %% ../../nbs/lab/02_session.ipynb #4278331d
+# %% ../../nbs/lab/02_session.ipynb #575e71d2
 @patch
 def on_batch_start(self: Session, trainer: GRPO):
     "Everything agrees: save if it is time."
@@ -218,7 +218,7 @@ def on_collect(self: Session, trainer: GRPO, rollout: Rollout):
     self.update_of = trainer.step_done
     self.begun.clear()
 
-# %% ../../nbs/lab/02_session.ipynb #83a7cb2c
+# %% ../../nbs/lab/02_session.ipynb #a0c68995
 @patch
 def on_step_error(self: Session, trainer: GRPO, error: BaseException):
     "Undo a batch; say what a broken update has left."
@@ -229,7 +229,7 @@ def on_step_error(self: Session, trainer: GRPO, error: BaseException):
     self.undo = None
     self.update_of = None
 
-# %% ../../nbs/lab/02_session.ipynb #730d2306
+# %% ../../nbs/lab/02_session.ipynb #df0dc79c
 def remember(
     trainer: GRPO,
 ) -> Callable[[], None]:  # puts it back
@@ -254,7 +254,7 @@ def remember(
 
     return undo
 
-# %% ../../nbs/lab/02_session.ipynb #47a28f64
+# %% ../../nbs/lab/02_session.ipynb #30a78d43
 @patch
 def say_broken_off(self: Session):
     "What state a broken update has left, and how to go on."
@@ -275,7 +275,7 @@ def say_broken_off(self: Session):
     )
     print(self.half)
 
-# %% ../../nbs/lab/02_session.ipynb #58b48740
+# %% ../../nbs/lab/02_session.ipynb #6ad38241
 @patch
 def on_step_end(self: Session, trainer: GRPO, row: Mapping):
     "Write the row and now and then samples; move the bar."
@@ -294,7 +294,7 @@ def on_step_end(self: Session, trainer: GRPO, row: Mapping):
     if self.bar is not None:
         self.bar.update(step, row)
 
-# %% ../../nbs/lab/02_session.ipynb #bdf7cebe
+# %% ../../nbs/lab/02_session.ipynb #2d66ff80
 def sample_table(
     rollout: Rollout,  # with rewards
     advantages: Tensor,  # (N,) or (N, S)
@@ -319,7 +319,7 @@ def sample_table(
         columns["truncated"] = r.info["truncated"].tolist()
     return columns
 
-# %% ../../nbs/lab/02_session.ipynb #1aed2553
+# %% ../../nbs/lab/02_session.ipynb #72cf99d3
 @patch
 def open_record(self: Session):
     "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
@@ -356,7 +356,7 @@ def open_record(self: Session):
         run.truncate_after(self.trainer.step_done)
         self.trainer.history = read_jsonl(run.dir / "metrics.jsonl")[0]
 
-# %% ../../nbs/lab/02_session.ipynb #fcbac78f
+# %% ../../nbs/lab/02_session.ipynb #8ecc23ae
 @patch
 def refuse_run(self: Session, folder: str | Path):
     "Say what to do about a run that is there."
@@ -376,7 +376,7 @@ def open_log(self: Session):
     logging.getLogger("grpo_nb").addHandler(self.log)
     logging.getLogger("grpo_nb").setLevel(logging.INFO)
 
-# %% ../../nbs/lab/02_session.ipynb #c2395b1a
+# %% ../../nbs/lab/02_session.ipynb #051e7a55
 @patch
 def load_newest(
     self: Session,
@@ -400,7 +400,7 @@ def load_newest(
     else:
         print("The run has no checkpoint yet: it starts again from step 0.")
 
-# %% ../../nbs/lab/02_session.ipynb #2c29e927
+# %% ../../nbs/lab/02_session.ipynb #743ec49a
 @patch
 def save_state(
     self: Session,
@@ -431,7 +431,7 @@ def save_state(
     trainer.notify("on_save", path)
     return path
 
-# %% ../../nbs/lab/02_session.ipynb #3173b536
+# %% ../../nbs/lab/02_session.ipynb #bf326cfe
 def functions_in(
     config,  # a configuration, or a part of it
     key: str = "",  # of the part
@@ -448,7 +448,7 @@ def functions_in(
         return found
     return {key: plain(config)} if callable(config) else {}
 
-# %% ../../nbs/lab/02_session.ipynb #9c3e1603
+# %% ../../nbs/lab/02_session.ipynb #5245769f
 @patch
 def autosave(
     self: Session,
@@ -473,7 +473,7 @@ def autosave(
         self.run.event("checkpoint_failed", step=step, error=str(e))
         warnings.warn(f"{e} Training goes on.", stacklevel=2)
 
-# %% ../../nbs/lab/02_session.ipynb #15002055
+# %% ../../nbs/lab/02_session.ipynb #9e3b07fa
 @patch
 def load_checkpoint(
     self: Session,
@@ -489,7 +489,7 @@ def last_checkpoint(self: Session) -> Path | None:  # None: nothing to go on fro
     "The newest whole checkpoint of the run."
     return None if self.run is None else latest(self.run.dir / "checkpoints")
 
-# %% ../../nbs/lab/02_session.ipynb #38e80dda
+# %% ../../nbs/lab/02_session.ipynb #e2f6b5f0
 @patch
 def how_to_go_on(self: Session) -> str:
     "What a new process does to continue this run."
@@ -505,7 +505,7 @@ def how_to_go_on(self: Session) -> str:
         return "The run has no checkpoint, so a new process starts again from step 0 (see checkpoint.at_end and checkpoint.every)."
     return "Nothing is on the disk, for run.dir is not set: trainer.save(folder) keeps this state, another time run.dir=FOLDER does."
 
-# %% ../../nbs/lab/02_session.ipynb #92226b5c
+# %% ../../nbs/lab/02_session.ipynb #86ead079
 def session_of(trainer: GRPO) -> Session:
     "The session of a trainer; one that was made before the lab was imported gets it now."
     if not hasattr(trainer, "session"):
@@ -524,7 +524,7 @@ def interrupted(self: GRPO) -> str | None:
     "Name of the signal that ended the last `fit`."
     return session_of(self).interrupted
 
-# %% ../../nbs/lab/02_session.ipynb #10dc00ce
+# %% ../../nbs/lab/02_session.ipynb #52e1961c
 @patch
 def open_run(self: GRPO):
     "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
@@ -539,7 +539,7 @@ def save(
     "Save everything, between two steps or two generation batches."
     return session_of(self).save_state(root)
 
-# %% ../../nbs/lab/02_session.ipynb #5845e2aa
+# %% ../../nbs/lab/02_session.ipynb #cb7ec114
 @patch
 def close(
     self: GRPO,
@@ -556,10 +556,10 @@ def close(
         session.log.close()
         session.closed = True
 
-# %% ../../nbs/lab/02_session.ipynb #84cfa323
+# %% ../../nbs/lab/02_session.ipynb #ec0e17da
 IGNORED = ("seconds", "seconds_trained")  # times
 
-# %% ../../nbs/lab/02_session.ipynb #daee392e
+# %% ../../nbs/lab/02_session.ipynb #f0a559ca
 def state_differences(
     a,  # a state: numbers, strings, tensors, arrays, lists, mappings
     b,  # another
@@ -580,7 +580,7 @@ def state_differences(
         return [] if same else [where]
     return [] if type(a) is type(b) and repr(a) == repr(b) else [where]
 
-# %% ../../nbs/lab/02_session.ipynb #05417d04
+# %% ../../nbs/lab/02_session.ipynb #3feb79f3
 @patch
 def differences(
     self: GRPO,
@@ -594,7 +594,7 @@ def differences(
             found += state_differences(*rows, name)
     return found
 
-# %% ../../nbs/lab/02_session.ipynb #24e80c84
+# %% ../../nbs/lab/02_session.ipynb #17c0bd7b
 def check_resume(
     make: Callable[[str], GRPO],  # builds the trainer with this run directory
     steps: int,  # of the whole run
