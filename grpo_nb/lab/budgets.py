@@ -58,7 +58,7 @@ class Tokens(Budget):
 
     unit, counters = "tokens", ("tokens_generated",)
 
-
+# %% ../../nbs/lab/03_budgets.ipynb #b25e9ade
 class Seconds(Budget):
     "Seconds of sampling, rewards and updates; evaluation is not counted."
 

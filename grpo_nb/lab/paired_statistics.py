@@ -90,7 +90,7 @@ def sign_flip(
     )
     return float(test.pvalue)
 
-
+# %% ../../nbs/lab/03_paired_statistics.ipynb #ee8a2c2e
 def holm(
     p_values,  # p of each comparison; NaN is left alone
 ) -> list[float]:
@@ -117,7 +117,7 @@ def power(
     limit, shift = t.ppf(1 - alpha / 2, n - 1), effect_sd * n**0.5
     return float(nct.sf(limit, n - 1, shift) + nct.cdf(-limit, n - 1, shift))
 
-
+# %% ../../nbs/lab/03_paired_statistics.ipynb #136adec2
 def n_seeds(
     effect_sd: float,  # true mean difference / sd of the differences
     wanted: float = 0.8,  # power

@@ -44,7 +44,7 @@ def selection(
         raise ValueError(f"variants must be different names, got {chosen}.")
     return chosen
 
-
+# %% ../../nbs/lab/05_report.ipynb #71bec750
 @patch
 def scores(
     self: Study,
@@ -61,7 +61,7 @@ def scores(
         check_metric(metric, self.columns)
     return out
 
-
+# %% ../../nbs/lab/05_report.ipynb #10a4ea45
 @patch
 def lower(
     self: Study,
@@ -76,7 +76,7 @@ def lower(
         check_metric(name, self.columns, "metric in lower_is_better:")
     return names
 
-
+# %% ../../nbs/lab/05_report.ipynb #f007dd9c
 def _row(
     study: Study,
     name: str,  # variant
@@ -137,7 +137,7 @@ def _notes(
         out.append("With 5 seeds the sign-flip test cannot go below p = 0.0625.")
     return out + _about_runs(study, table)
 
-
+# %% ../../nbs/lab/05_report.ipynb #22853091
 def _about_runs(study: Study, table: "Table") -> list[str]:
     "Failed, short and missing runs, and how they were tuned."
     spec, out, shown = study.spec, [], set(table.frame["variant"])
@@ -187,7 +187,7 @@ class Table:
         away = (f["difference_low"] > 0) | (f["difference_high"] < 0)
         return (away & (f["failed"] == 0)).tolist()
 
-
+# %% ../../nbs/lab/05_report.ipynb #1f96fec7
 def _span(
     row: Mapping[str, float],
     what: str,  # column, beside its _low and _high
@@ -199,7 +199,7 @@ def _span(
         return ""
     return f"{value:{form}}" + ("" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]")
 
-
+# %% ../../nbs/lab/05_report.ipynb #53ca3742
 @patch(as_prop=True)
 def text(self: Table):
     "What is shown, as a DataFrame of text."
@@ -223,7 +223,7 @@ def text(self: Table):
     frame = pd.DataFrame(rows)
     return frame if frame[p_name].any() else frame.drop(columns=p_name)  # too few seeds for any p
 
-
+# %% ../../nbs/lab/05_report.ipynb #2c6988db
 @patch
 def style(
     self: Table,
@@ -237,7 +237,7 @@ def style(
     cells = (rows, f"difference to {self.baseline}")
     return styler.set_properties(subset=cells, **{"font-weight": "bold"})
 
-
+# %% ../../nbs/lab/05_report.ipynb #52b116f0
 @patch
 def __repr__(self: Table):
     frame, at = self.text, f"difference to {self.baseline}"
@@ -248,7 +248,7 @@ def __repr__(self: Table):
     star = ["* the interval of the difference excludes 0"] if any(self.clear) else []
     return "\n".join([*lines, *star, *self.notes])
 
-
+# %% ../../nbs/lab/05_report.ipynb #4cccd88c
 @patch
 def _repr_html_(self: Table) -> str:
     from markupsafe import escape
@@ -319,7 +319,7 @@ def common_curve(
         at = np.linspace(low, high, points)
     return at, np.stack([np.interp(at, x, y) for x, y in runs])
 
-
+# %% ../../nbs/lab/05_report.ipynb #e30309cb
 @patch
 def plot(
     self: Study,
@@ -353,7 +353,7 @@ def plot(
     ax.legend(loc="best")
     return fig
 
-
+# %% ../../nbs/lab/05_report.ipynb #4617266f
 def _draw_runs(ax, runs, name: str, color: str, level: float):
     "Every run as points or thin lines, their mean and its interval."
     dense = max(len(x) for x, _ in runs) > 30
@@ -374,7 +374,7 @@ def score_names(self: Study) -> list[str]:
     found = {k for r in self.reported if r.get("curve") for k in held_out(r["curve"])}
     return sorted(found, key=lambda k: (k != self.spec["metric"].removeprefix(MEAN), k))
 
-
+# %% ../../nbs/lab/05_report.ipynb #76c9a6af
 @patch
 def gains(self: Study):
     "Held-out scores before and after training and the gain, with 95 % t intervals over seeds, as text."
@@ -414,7 +414,7 @@ def _html(frame) -> str:
     frame = frame.rename(columns=lambda c: c.replace("_", " "))
     return frame.to_html(index=False, border=0, na_rep="", float_format="{:.4g}".format)
 
-
+# %% ../../nbs/lab/05_report.ipynb #6d79c48a
 def _yaml(tree) -> str:
     "Plain data for the page."
     import yaml
@@ -423,7 +423,7 @@ def _yaml(tree) -> str:
     text = yaml.safe_dump(plain(tree), sort_keys=False, allow_unicode=True, width=100)
     return f"<pre>{escape(text)}</pre>"
 
-
+# %% ../../nbs/lab/05_report.ipynb #ca4aca3f
 def _pictures(study: Study, variants: Sequence[str] | None) -> list[str]:
     "Primary metric along samples and, with three points or more, along seconds; training reward."
     from markupsafe import escape
@@ -444,7 +444,7 @@ def _pictures(study: Study, variants: Sequence[str] | None) -> list[str]:
             out.append(f'<img alt="{escape(about)}" src="data:image/png;base64,{code}">')
     return out
 
-# %% ../../nbs/lab/05_report.ipynb #6d79c48a
+# %% ../../nbs/lab/05_report.ipynb #26c2bda4
 def _runs_table(study: Study) -> str:
     "Every reported run, failed ones too, as HTML."
     frame = study.frame()
@@ -453,7 +453,7 @@ def _runs_table(study: Study) -> str:
     wanted += "n_rollouts_generated tokens_generated optimizer_steps seconds cpu_seconds".split()
     return _html(frame[[c for c in wanted if c in frame]])
 
-
+# %% ../../nbs/lab/05_report.ipynb #6bd3d6bc
 @patch
 def report(
     self: Study,

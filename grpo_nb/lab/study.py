@@ -33,7 +33,7 @@ def held_out(
     "The held-out scores: what is known before training."
     return [k for k, v in curve.items() if v[0] is not None and k not in ("step", *COUNTERS)]
 
-
+# %% ../../nbs/lab/04_study.ipynb #c5eaeb4d
 def final_score(
     run: Mapping,
     metric: str,
@@ -61,7 +61,7 @@ def check_metric(
         return
     raise ValueError(unknown_name(where, metric, names - {"step", *COUNTERS}))
 
-
+# %% ../../nbs/lab/04_study.ipynb #8ea62f8b
 def lower_names(
     given: bool | str | Collection[str] | None,  # True: the metric; or names of scores
     metric: str,  # the primary one
@@ -76,7 +76,7 @@ def lower_names(
         )
     return sorted(set(names))
 
-
+# %% ../../nbs/lab/04_study.ipynb #a6f484fe
 def is_lower(
     metric: str,
     names: Iterable[str],  # of `lower_names`
@@ -109,7 +109,7 @@ def _compact(
     curve = {k: [short(v[i]) for i in rows] for k, v in curve.items() if k in wanted}
     return {k: short(v) for k, v in run.items() if k != "wall"} | {"curve": curve}
 
-
+# %% ../../nbs/lab/04_study.ipynb #0b892b62
 def name_list(
     name: str,  # of the argument
     values,
@@ -213,13 +213,13 @@ def _frame(
         rows.append(row)
     return pd.DataFrame(rows)
 
-
+# %% ../../nbs/lab/04_study.ipynb #de808b68
 @patch
 def frame(self: Study):
     "One row per reported run, as a DataFrame."
     return _frame(self.reported, self.tuned)
 
-
+# %% ../../nbs/lab/04_study.ipynb #bda20e32
 @patch
 def curves(self: Study):
     "One row per logged step of the reported runs, as a DataFrame."
@@ -245,7 +245,7 @@ def at_the_edge(
     numbers = all(isinstance(v, Real) and not isinstance(v, bool) for v in values)
     return numbers and len(set(values)) > 1 and chosen in (min(values), max(values))
 
-
+# %% ../../nbs/lab/04_study.ipynb #f1c1bde4
 @patch
 def chosen(self: Study) -> dict[str, dict]:
     "What tuning has chosen, by variant; a variant that sets a key itself has no choice."
@@ -256,7 +256,7 @@ def chosen(self: Study) -> dict[str, dict]:
         for r in self.reported
     }
 
-
+# %% ../../nbs/lab/04_study.ipynb #129d5725
 @patch
 def edges(self: Study) -> dict[str, list[str]]:
     "Which variants have chosen the smallest or largest value of a grid, and of which keys."
@@ -266,7 +266,7 @@ def edges(self: Study) -> dict[str, list[str]]:
     }
     return {name: keys for name, keys in found.items() if keys}
 
-
+# %% ../../nbs/lab/04_study.ipynb #3e5e1bce
 @patch
 def tuning(self: Study):
     "One row per tuning run; whether its values were chosen, and at the edge of the grid."
