@@ -28,7 +28,7 @@ from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.report import common_curve
 from grpo_nb.lab.runs import run_job
 from grpo_nb.lab.spec import Spec, plan_runs
-from grpo_nb.lab.study import Study, at_the_edge
+from grpo_nb.lab.study import Study
 from grpo_nb.statistics import bootstrap_interval, t_interval
 from grpo_nb.tasks import data_path
 from grpo_nb.trainer import GRPO
@@ -97,13 +97,6 @@ def test_budgets_stop_at_the_first_step_that_reaches_them(tmp_path):
         assert ((spent >= budget.n) & (spent < budget.n + per_step)).all()
 
 
-def test_a_filter_pays_for_what_it_draws(tmp_path):
-    arms = {"all": {"make.batch": 32}, "filtered": {"make.batch": 96}}
-    frame = contest(arms, seeds=[0], budget=Samples(192), dir=tmp_path).frame()
-    assert frame["step"].tolist() == [6, 2] and frame["n_rollouts_generated"].tolist() == [192, 192]
-    assert frame["n_rollouts_trained"].tolist() == [192, 64]
-
-
 def test_a_budget_needs_its_counter(tmp_path):
     class Bare(Fake):
         def step(self, n):
@@ -118,13 +111,6 @@ def test_a_budget_needs_its_counter(tmp_path):
             Samples(wrong)
     with pytest.raises(ValueError, match="Did you mean 'samples'"):
         to_budget({"sample": 3})
-
-
-def test_evaluations_along_the_way_are_where_they_were_asked_for(tmp_path):
-    study = contest(seeds=[0], budget=Samples(640), eval_every=Samples(150), dir=tmp_path)
-    seen = study.curves().dropna(subset="eval_sampled")
-    at = seen[seen["variant"] == "slow"]["n_rollouts_generated"].tolist()
-    assert at == [0, 192, 320, 512, 640]
 
 
 def test_cpu_seconds_are_those_of_training(tmp_path):
@@ -783,21 +769,6 @@ def test_values_of_any_kind_can_be_tuned(tmp_path):
     assert "<th>chosen</th>" in study.report(tmp_path / "r.html").read_text()
 
 
-@pytest.mark.parametrize(
-    "values, chosen, edge",
-    [
-        ([1e-4, 1e-5, 1e-3], 1e-3, True),
-        ([1e-4, 1e-5, 1e-3], 1e-5, True),
-        ([1e-4, 1e-5, 1e-3], 1e-4, False),
-        ([3], 3, False),
-        (["adamw", "sgd"], "sgd", False),
-        ([True, False], True, False),
-    ],
-)
-def test_edges_are_those_of_numbers(values, chosen, edge):
-    assert at_the_edge(values, chosen) == edge
-
-
 def test_the_mean_over_a_run_can_be_the_score(tmp_path):
     kw = {"make": by_lr, "seeds": range(3), "budget": Samples(640), "eval_every": Samples(128)}
     kw |= {"tune": {"optimizer.lr": [0.1, 0.05]}}
@@ -847,22 +818,6 @@ def test_real_runs_share_their_start_and_their_tasks(tmp_path):
     assert one["reward"][1] == two["reward"][1]  # the first batch is the same
     assert one["eval_sampled"][0] == two["eval_sampled"][0]
     assert study.spec["base"]["train_batch_size"] == 3 and "seed" not in study.spec["base"]
-
-
-def test_make_builds_what_a_configuration_cannot_name(tmp_path):
-    base, store = {"optimizer": {"lr": 0.05}}, tmp_path / "s.json"
-    kw = {"make": by_lr, "evaluate": Fake.evaluate, "seeds": range(2), "budget": Samples(256)}
-    arms = {"a": {}, "b": {"make.batch": 128}, "c": {"optimizer.lr": 0.1}}
-    frame = compare(arms, base, dir=tmp_path / "d", store=store, **kw).frame().set_index("variant")
-    assert frame.loc["b", "step"].tolist() == [2, 2] and frame.loc["a", "step"].tolist() == [4, 4]
-    higher = frame.loc["c", "mean_eval_sampled"].values > frame.loc["a", "mean_eval_sampled"].values
-    assert higher.all()
-    COUNTS["made"] = 0
-    compare(arms, base, dir=tmp_path / "f", store=store, **kw)
-    assert COUNTS["made"] == 0  # loaded
-    kw |= {"tune": {"make.batch": [64, 256]}, "tune_seeds": [9]}
-    tuned = compare({"a": {}}, dir=tmp_path / "t", **kw)
-    assert set(tuned.frame()["make.batch"]) == {64}  # four steps instead of one
 
 
 def test_a_diffusion_policy_is_compared_like_any_other(tmp_path):
