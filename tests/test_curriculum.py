@@ -60,7 +60,7 @@ class Tasks:
 class Run:
     "A scheduler, a collector and a learner whose skill grows with every informative group."
 
-    def __init__(self, label, filtering, state=None):
+    def __init__(self, label, state=None):
         selectors, shares, prefetch = RUNS[label]
         data = {k: Tasks(n, 2 * i) for i, (k, n) in enumerate(SIZES.items())}
         self.scheduler = TasksetScheduler(
@@ -74,7 +74,7 @@ class Run:
             operators=["pass_rate_calculator"],
         )
         config = FilterGroupsConfig(
-            enable=filtering, metric="correct", max_num_gen_batches=3, on_cap="train_partial",
+            enable=True, metric="correct", max_num_gen_batches=3, on_cap="train_partial",
             surplus="carry", max_staleness=1, sizing="adaptive", log_format=None,
         )  # fmt: skip
         self.collector = GroupCollector(
@@ -139,9 +139,9 @@ def canonical(state, path=""):
     return f"{path} {state!r}\n".encode()
 
 
-@pytest.mark.parametrize("label, filtering", [*((k, True) for k in RUNS), ("size", False)], ids=str)
-def test_killed_at_every_point_and_resumed(label, filtering):
-    whole, states = Run(label, filtering), []
+@pytest.mark.parametrize("label", RUNS)
+def test_killed_at_every_point_and_resumed(label):
+    whole, states = Run(label), []
     while whole.steps < STEPS:
         states.append(whole.save())
         whole.event()
@@ -150,7 +150,7 @@ def test_killed_at_every_point_and_resumed(label, filtering):
     # are points to be killed at. All that decides the rest of the run is equal byte by byte after each
     state = states[0]
     for k, event in enumerate(whole.stream):
-        run = Run(label, filtering, state)
+        run = Run(label, state)
         run.event()
         assert run.stream == [event], k
         state = run.save()
@@ -158,16 +158,16 @@ def test_killed_at_every_point_and_resumed(label, filtering):
         run.scheduler.close()
     # and processes that go on to the end after one resume
     for k in (len(states) // 3, 3 * len(states) // 4):
-        run = Run(label, filtering, states[k])
+        run = Run(label, states[k])
         while run.steps + sum(kind == "step" for kind, _ in whole.stream[:k]) < STEPS:
             run.event()
         assert run.stream == whole.stream[k:]
         assert canonical(pickle.loads(run.save())) == canonical(pickle.loads(states[-1]))
         run.scheduler.close()
     whole.scheduler.close()
-    if filtering:  # batches of different sizes, dropped groups and a kill inside a step did occur
-        sizes = {len(tasks) for kind, tasks in whole.stream if kind == "read"}
-        assert len(sizes) > 2 and whole.collector.gen_steps > 1.3 * STEPS
+    # batches of different sizes, dropped groups and a kill inside a step did occur
+    sizes = {len(tasks) for kind, tasks in whole.stream if kind == "read"}
+    assert len(sizes) > 2 and whole.collector.gen_steps > 1.3 * STEPS
 
 
 def test_every_selector_is_here():

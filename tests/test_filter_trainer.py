@@ -1,6 +1,5 @@
-"Dynamic sampling inside the training loop, on the embedded model: counters, feedback, limits, order, resume."
+"Dynamic sampling inside the training loop, on the embedded model: counters, feedback, limits, order."
 
-import json
 import math
 
 import pytest
@@ -11,7 +10,7 @@ from grpo_nb.filter_groups import FilterGroupsConfig
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.record import Run
 from grpo_nb.policies.tokens import TokenPolicy
-from grpo_nb.tasks import Task, Taskset, data_path
+from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO, TaskStream, learning_rate
 from grpo_nb.verifiers import exact_answer
 
@@ -30,10 +29,6 @@ def make(*over, reward=RIGHT, tasks=TASKS, config=None, **kw):
 
 def weights(trainer):
     return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
-
-
-def timed(name):
-    return any(w in name for w in ("seconds", "time", "_ms"))
 
 
 class Watched(TaskStream):
@@ -69,7 +64,7 @@ def test_the_stream_is_told_about_dropped_groups_too():
     assert [r.num_groups for r in stream.told] == stream.asked
     assert sum(stream.asked) == rows[-1]["n_prompts"] == stream.cursor
     assert sum(len(r) for r in stream.told) == rows[-1]["n_rollouts_generated"]
-    dropped = sum(r["filter/groups_generated"] - r["filter/kept"] for r in rows)
+    dropped = sum(stream.asked) - sum(r["filter/kept"] for r in rows)
     assert sum(map(constant_groups, stream.told)) == dropped > 0
     order = [task.index for r in stream.told for task in r.tasks[::4]]
     again = TaskStream(TASKS)
@@ -97,7 +92,7 @@ def test_every_trained_group_varies_and_the_row_says_what_it_cost():
     t = make("steps=2").fit()
     for row in t.history:
         assert row["frac_reward_zero_std"] == 0
-        n, kept = row["filter/groups_generated"], row["filter/kept"]
+        n, kept = 6 * row["filter/num_gen_batches"], row["filter/kept"]
         assert row["train/filter_rate"] == pytest.approx(1 - kept / n)
         assert row["train/num_kept_prompts"] == kept == 6 + row["filter/surplus"]
         assert row["filter/samples_per_trained"] == pytest.approx(n / 6)
@@ -284,7 +279,6 @@ def test_carried_groups_keep_the_log_probs_of_the_policy_that_sampled_them():
     for step, (row, r) in enumerate(trained):
         ages = r.info["age"]
         assert row["filter/age_max"] == ages.max() <= 1
-        assert row["filter/age_mean"] == pytest.approx(ages.double().mean().item())
         for i, task in enumerate(r.tasks[::4]):
             born, logp, mask = sampled[task.index]
             mine = r.mask_NS[4 * i : 4 * i + 4]
@@ -293,43 +287,4 @@ def test_carried_groups_keep_the_log_probs_of_the_policy_that_sampled_them():
                 r.old_logp_NS[4 * i : 4 * i + 4][mine], logp[mask], atol=0, rtol=0
             )
             old += step > born
-    assert old and trained[1][0]["filter/carried_in"] > 0
-    assert trained[0][0]["filter/carried"] == trained[1][0]["filter/carried_in"]
-
-
-# --- resume --------------------------------------------------------------------------------------
-
-
-def test_stopped_between_two_generation_batches_the_run_ends_in_the_same_bytes():
-    options = ("steps=3", "filter_groups.gen_batch_size=4", "filter_groups.surplus=carry",
-               "filter_groups.max_staleness=1")  # fmt: skip
-    whole = make(*options).fit()
-    t, stops, collected = make(*options), 0, []
-    t.collector.make_task = Task
-    while t.step_done < 3:
-        got = t.collector.collect(
-            t.sample, t.reward, policy_version=t.step_done, on_batch=lambda c: c.status == "open"
-        )
-        if got.outcome != "paused":
-            collected.append(got.metrics)
-            t.step(got.rollout)
-            continue
-        stops += 1
-        other, state = make(*options), t.state_dict()
-        held = state["collector"]
-        state["collector"] = held | {"json": json.loads(json.dumps(held["json"]))}
-        other.load_state_dict(state)
-        other.history = t.history
-        t = other
-    assert stops >= 3
-    assert torch.equal(weights(t), weights(whole))
-    mine, theirs = t.collector.state_dict(), whole.collector.state_dict()
-    assert json.dumps(mine["json"]) == json.dumps(theirs["json"])
-    assert mine["tensors"].keys() == theirs["tensors"].keys()
-    assert all(torch.equal(v, theirs["tensors"][k]) for k, v in mine["tensors"].items())
-    assert t.stream.cursor == whole.stream.cursor
-    for metrics, row, plain in zip(collected, t.history, whole.history):
-        assert json.dumps(metrics) == json.dumps({k: plain[k] for k in metrics})
-        for k in row:
-            if not timed(k):
-                assert row[k] == plain[k] or math.isnan(row[k]) and math.isnan(plain[k]), k
+    assert old and trained[0][0]["filter/carried"] > 0
