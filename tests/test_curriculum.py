@@ -183,7 +183,7 @@ def seen_by(selector):
 
 
 def test_dropped_groups_teach_the_selector():
-    run = Run("softmax_q", True)
+    run = Run("softmax_q")
     while run.steps < 8:
         run.event()
     drawn = {t for kind, tasks in run.stream if kind == "read" for t in tasks}

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import re
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +27,7 @@ from grpo_nb.filter_groups import (
     p_dead,
     resolve_metric,
 )
-from grpo_nb.lab.filter_logs import format_summary, parse_filter_logs, plot_filter_logs
+from grpo_nb.lab.filter_logs import format_summary, parse_filter_logs
 
 CASES = json.loads((Path(__file__).parent / "conformance/filter_groups_verl.json").read_text())
 CASES = {c["name"]: c for c in CASES["cases"]}
@@ -798,21 +797,6 @@ def test_what_is_written_is_read_back(caplog):
     assert (
         {"full", "partial"} == set(s["outcomes"]) and s["issues"] == [] and s["unread_lines"] == 0
     )
-
-
-def test_plot_and_summary():
-    import matplotlib
-
-    matplotlib.use("agg")
-    frame, s = parse_filter_logs(FORM_B)
-    ax = plot_filter_logs(frame)
-    assert [b.get_height() for b in ax.containers[0]] == [404, 409, 419]
-    assert ax.get_ylabel() == "prompts"
-    text = format_summary(s)
-    assert "1840 (59.9%, pooled)" in text and "1 full" in text
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plot_filter_logs(parse_filter_logs("num_prompt_in_batch=4 < prompt_bsz=8")[0])
 
 
 # --- warnings ------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ __all__ = ['FLOOR', 'shape_logits', 'draw', 'head_logp', 'Network', 'left_padded
 import functools
 import inspect
 import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -72,7 +74,7 @@ def head_logp(
 ) -> Tensor | tuple[Tensor, Tensor]:  # (T,) float32 (float64 for float64 input)
     "Log-probability of each target token, through the output layer chunk by chunk; differentiable once."
     chunk = chunk or max(16, 2**23 // len(weight))
-    shape = _Shape(float(temperature), int(top_k), float(top_p), float(scale), cap)
+    shape = _Shape(temperature, top_k, top_p, scale, cap)
     return _HeadLogp.apply(hidden, weight, bias, target, shape, chunk, entropy)
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #e5fa734b
@@ -84,9 +86,18 @@ class _Shape(NamedTuple):
     cap: float | None
 
 
-def _chunk_logits(h, weight, bias, y, shape: _Shape, out=None) -> tuple[Tensor, Tensor | None]:
-    "Shaped logits of a chunk, and the derivative of the soft cap where there is one."
-    z = torch.mm(h, weight.t(), out=out) if out is not None else h @ weight.t()
+def _chunks(hidden, weight, bias, target, shape: _Shape, chunk: int) -> Iterator[tuple]:
+    "Place, hidden states, targets, shaped logits, and derivative of the soft cap of each chunk."
+    same = hidden.dtype == weight.dtype and hidden.dtype in (torch.float32, torch.float64)
+    space = hidden.new_empty((min(chunk, len(hidden)), len(weight))) if same else None
+    for start in range(0, len(hidden), chunk):
+        part = slice(start, start + chunk)
+        h, y = hidden[part], target[part]
+        z = torch.mm(h, weight.t(), out=space[: len(h)]) if same else h @ weight.t()
+        yield part, h, y, *_shaped(z, bias, y, shape)
+
+# %% ../../nbs/method/02_policies.decoding.ipynb #f40169aa
+def _shaped(z: Tensor, bias, y: Tensor, shape: _Shape) -> tuple[Tensor, Tensor | None]:
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     slope = None
     if bias is not None:
@@ -100,12 +111,6 @@ def _chunk_logits(h, weight, bias, y, shape: _Shape, out=None) -> tuple[Tensor, 
     if shape.top_k or shape.top_p < 1:
         return shape_logits(z, shape.temperature, shape.top_k, shape.top_p, keep=y), slope
     return (z.div_(shape.temperature) if shape.temperature != 1 else z), slope
-
-# %% ../../nbs/method/02_policies.decoding.ipynb #f40169aa
-def _chunk_space(h: Tensor, weight: Tensor, chunk: int) -> Tensor | None:
-    "Room for the logits of one chunk, used again by every chunk (float32 and float64)."
-    same = h.dtype == weight.dtype and h.dtype in (torch.float32, torch.float64)
-    return h.new_empty((min(chunk, len(h)), len(weight))) if same else None
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #4612641d
 FLOOR = -1000.0  # log-probs below have probability 0, also in float64; keeps 0 * log 0 at 0
@@ -144,17 +149,14 @@ class _HeadLogp(torch.autograd.Function):
         lse = torch.empty(len(hidden), dtype=kind, device=hidden.device)
         logp = torch.empty_like(lse)
         entropy = torch.empty_like(lse) if with_entropy else None
-        space = _chunk_space(hidden, weight, chunk)
-        for start in range(0, len(hidden), chunk):
-            part = slice(start, start + chunk)
-            h, y = hidden[part], target[part]
-            out = None if space is None else space[: len(h)]
-            z, _ = _chunk_logits(h, weight, bias, y, shape, out)
+        chunks = _chunks(hidden, weight, bias, target, shape, chunk)
+        for part, _, y, z, _ in chunks:
             logp[part], lse[part], spread = _chunk_forward(z, y, with_entropy)
             if with_entropy:
                 entropy[part] = spread
         ctx.save_for_backward(hidden, weight, bias, target, lse, entropy)
-        ctx.shape, ctx.chunk = shape, chunk
+        ctx.shape = shape
+        ctx.chunk = chunk
         return (logp, entropy) if with_entropy else logp
 
     @staticmethod
@@ -165,13 +167,9 @@ class _HeadLogp(torch.autograd.Function):
         dh = torch.empty_like(hidden) if need_h else None
         dw = torch.zeros_like(weight, dtype=lse.dtype) if need_w else None
         db = torch.zeros_like(bias, dtype=lse.dtype) if need_b else None
-        space = _chunk_space(hidden, weight, ctx.chunk)
         factor = ctx.shape.scale / ctx.shape.temperature
-        for start in range(0, len(hidden), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            h, y = hidden[part], target[part]
-            out = None if space is None else space[: len(h)]
-            z, slope = _chunk_logits(h, weight, bias, y, ctx.shape, out)
+        chunks = _chunks(hidden, weight, bias, target, ctx.shape, ctx.chunk)
+        for part, h, y, z, slope in chunks:
             spread = (None, None) if entropy is None else (entropy[part], grad_entropy[part])
             d = _chunk_backward(z, y, lse[part], spread[0], grad[part], spread[1])
             if slope is not None:
@@ -190,8 +188,6 @@ class _HeadLogp(torch.autograd.Function):
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #0f9275c7
 class _Head(NamedTuple):
-    "An output layer: logits = cap * tanh((h @ weight.T + bias) * scale / cap)."
-
     weight: Tensor
     bias: Tensor | None
     scale: float
@@ -318,44 +314,38 @@ def _reserve_cache(cache, index: Tensor, extra: int):
     "Give every sample its prompt's rows, with room for `extra` more tokens."
     from transformers.cache_utils import DynamicLayer
 
-    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+    if all(type(layer) is DynamicLayer for layer in cache.layers):
+        cache.layers = [_reserved_layer()(layer, index, extra) for layer in cache.layers]
+    else:
         cache.batch_select_indices(index)
-        return cache
-    reserved = _reserved_layer()
-    cache.layers = [reserved(layer.keys, layer.values, index, extra) for layer in cache.layers]
     return cache
 
-# %% ../../nbs/method/02_policies.decoding.ipynb #396850a8
+
 @functools.cache
 def _reserved_layer() -> type:
     "The class of such a layer; transformers is loaded when it is needed."
     from transformers.cache_utils import DynamicLayer
 
     class ReservedLayer(DynamicLayer):
-        def __init__(self, keys, values, index, extra):
+        def __init__(self, layer, index, extra):
             super().__init__()
-            self.length = keys.shape[2]
-            self.space = [self.reserve(x, index, extra) for x in (keys, values)]
+            self.length = layer.keys.shape[2]
+            self.space = [F.pad(x[index], (0, 0, 0, extra)) for x in (layer.keys, layer.values)]
+            self.is_initialized = True
+            self.dtype = layer.keys.dtype
+            self.device = layer.keys.device
             self.view()
-
-        def reserve(self, x, index, extra):
-            space = x.new_empty(len(index), x.shape[1], self.length + extra, x.shape[3])
-            space[:, :, : self.length] = x[index]
-            return space
 
         def view(self):
             self.keys, self.values = (x[:, :, : self.length] for x in self.space)
-            self.is_initialized = True
-            self.dtype = self.keys.dtype
-            self.device = self.keys.device
+            return self.keys, self.values
 
         def update(self, key_states, value_states, *args, **kwargs):
             new = self.length + key_states.shape[2]
             for space, x in zip(self.space, (key_states, value_states)):
                 space[:, :, self.length : new] = x
             self.length = new
-            self.view()
-            return self.keys, self.values
+            return self.view()
 
         def batch_select_indices(self, indices):
             self.space = [x[indices] for x in self.space]
@@ -374,11 +364,14 @@ class Decoder:
         "Logits after each sample's prompt; from here on rows are samples."
         ids, attend, positions = left_padded(ids_PL, length_P)
         hidden, cache = self.network.run(ids, attend, positions, use_cache=True)
-        self.cache = _reserve_cache(cache, index_N, extra)
-        self.attend = F.pad(attend[index_N], (0, extra))
         self.filled = ids.shape[1]
         self.next = length_P[index_N]
+        self.attend = F.pad(attend[index_N], (0, extra))
+        self._reserve(cache, hidden, index_N, extra)
         return self.network.logits(hidden[:, -1])[index_N]
+
+    def _reserve(self, cache, hidden: Tensor, index_N: Tensor, extra: int):
+        self.cache = _reserve_cache(cache, index_N, extra)
 
     def step(self, token_N: Tensor) -> Tensor:
         "Logits after one more token of each row."
@@ -398,67 +391,48 @@ class Decoder:
         self.next = self.next[rows]
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #2fad0654
-class _LlamaLayer(NamedTuple):
+def _joined(layer: nn.Module) -> SimpleNamespace:
     "The weights of one layer, joined where one matrix product will do."
-
-    norm: nn.Module
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: nn.Linear
-    mlp_norm: nn.Module
-    gate_up: Tensor
-    down: nn.Linear
-    scaling: float
-
-
-def _joined(layer: nn.Module) -> _LlamaLayer:
     a, m = layer.self_attn, layer.mlp
     qkv = (a.q_proj, a.k_proj, a.v_proj)
-    bias = None if a.q_proj.bias is None else torch.cat([x.bias for x in qkv])
-    return _LlamaLayer(
-        layer.input_layernorm,
-        torch.cat([x.weight for x in qkv]),
-        bias,
-        a.o_proj,
-        layer.post_attention_layernorm,
-        torch.cat([m.gate_proj.weight, m.up_proj.weight]),
-        m.down_proj,
-        a.scaling,
+    return SimpleNamespace(
+        norm=layer.input_layernorm,
+        qkv=torch.cat([x.weight for x in qkv]),
+        qkv_bias=None if a.q_proj.bias is None else torch.cat([x.bias for x in qkv]),
+        out=a.o_proj,
+        mlp_norm=layer.post_attention_layernorm,
+        gate_up=torch.cat([m.gate_proj.weight, m.up_proj.weight]),
+        down=m.down_proj,
+        scaling=a.scaling,
     )
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #4236ef1d
-class LlamaDecoder:
-    "Decoding for the Llama family; same calls as `Decoder`."
+class LlamaDecoder(Decoder):
+    "Decoding for the Llama family; the prompt is computed by the model itself."
 
     def __init__(self, network: Network):
+        super().__init__(network)
         config = network.model.config
-        self.network = network
         self.body = network.model.base_model
         self.layers = [_joined(layer) for layer in self.body.layers]
         self.kv = config.num_key_value_heads
         self.heads = config.num_attention_heads
         self.dim = self.body.layers[0].self_attn.head_dim
 
-    def prompt(self, ids_PL: Tensor, length_P: Tensor, index_N: Tensor, extra: int) -> Tensor:
-        "Logits after each sample's prompt, computed by the model itself; rows are samples from here on."
-        ids, attend, positions = left_padded(ids_PL, length_P)
-        hidden, cache = self.network.run(ids, attend, positions, use_cache=True)
+    def _reserve(self, cache, hidden: Tensor, index_N: Tensor, extra: int):
         room = (0, 0, 0, extra)
         pairs = [(layer.keys, layer.values) for layer in cache.layers]
         self.cache = [[F.pad(x[index_N], room) for x in pair] for pair in pairs]
         self.bias = None  # -inf at the padding
-        if not attend.all():
-            padding = F.pad(attend[index_N] == 0, (0, extra))[:, None, None]
+        padding = self.attend[:, : self.filled] == 0
+        if padding.any():
+            padding = F.pad(padding, (0, extra))[:, None, None]
             self.bias = torch.zeros_like(padding, dtype=hidden.dtype)
             self.bias.masked_fill_(padding, -torch.inf)
-        self.filled = ids.shape[1]
-        self.next = length_P[index_N]
-        places = torch.arange(int(length_P.max()) + extra, device=ids.device)[None]
-        cos, sin = (x[0] for x in self.body.rotary_emb(hidden, position_ids=places))
+        places = torch.arange(self.filled + extra, device=hidden.device)[None]
+        self.cos, sin = (x[0] for x in self.body.rotary_emb(hidden, position_ids=places))
         half = self.dim // 2
-        self.cos = cos
         self.sin = torch.cat([-sin[:, :half], sin[:, half:]], -1)
-        return self.network.logits(hidden[:, -1])[index_N]
 
     def keep(self, rows: Tensor):
         "Go on with these rows only."
@@ -475,23 +449,23 @@ def step(self: LlamaDecoder, token_N: Tensor) -> Tensor:
     cos, sin = self.cos[self.next][:, None], self.sin[self.next][:, None]
     for layer, (keys, values) in zip(self.layers, self.cache):
         x = x + self._attention(layer, x, cos, sin, keys, values)
-        gate, up = F.linear(self.normed(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+        gate, up = F.linear(self._normed(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
         x = x + layer.down(F.silu(gate) * up)
     self.filled += 1
     self.next = self.next + 1
-    return self.network.logits(self.normed(x, self.body.norm))
+    return self.network.logits(self._normed(x, self.body.norm))
 
 
 @patch
-def normed(self: LlamaDecoder, x: Tensor, norm: nn.Module) -> Tensor:
+def _normed(self: LlamaDecoder, x: Tensor, norm: nn.Module) -> Tensor:
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + norm.variance_epsilon) * norm.weight
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #c9a74d85
 @patch
-def _attention(self: LlamaDecoder, layer: _LlamaLayer, x, cos, sin, keys, values) -> Tensor:
+def _attention(self: LlamaDecoder, layer, x, cos, sin, keys, values) -> Tensor:
     "One token of each row looks at its cache, in which it is written first."
     n, h, kv, d, t = len(x), self.heads, self.kv, self.dim, self.filled
-    qkv = F.linear(self.normed(x, layer.norm), layer.qkv, layer.qkv_bias).view(n, h + 2 * kv, d)
+    qkv = F.linear(self._normed(x, layer.norm), layer.qkv, layer.qkv_bias).view(n, h + 2 * kv, d)
     qk = qkv[:, : h + kv]
     qk = qk * cos + qk.roll(d // 2, -1) * sin
     keys[:, :, t], values[:, :, t] = qk[:, h:], qkv[:, h + kv :]
@@ -508,9 +482,8 @@ def _is_plain_llama(model: nn.Module) -> bool:
     c = model.config
     kind = getattr(c, "model_type", "")
     window = getattr(c, "use_sliding_window", None) or kind == "mistral" and c.sliding_window
-    if kind not in ("llama", "mistral", "qwen2") or window or c.hidden_act != "silu":
-        return False
-    if getattr(c, "pretraining_tp", 1) != 1 or "peft" in type(model).__module__:
+    wrapped = "peft" in type(model).__module__
+    if kind not in ("llama", "mistral", "qwen2") or window or wrapped or c.hidden_act != "silu":
         return False
     linear = []
     for layer in model.base_model.layers:
@@ -520,7 +493,7 @@ def _is_plain_llama(model: nn.Module) -> bool:
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #3de8d075
 @patch
-def decoder(self: Network, fast: bool = True) -> Decoder | LlamaDecoder:
+def decoder(self: Network, fast: bool = True) -> Decoder:
     "The fast decoder where it is known to agree with the model, else the general one."
     exact = next(self.model.parameters()).dtype in (torch.float32, torch.float64)
     if not fast or not exact or self.autocast or self.head is None or not self.shares_cache:

@@ -24,6 +24,10 @@ from .loading import add_lora, load_model, merge_lora, stop_tokens
 class TokenPolicy:
     "A causal language model as a policy over tokens."
 
+    shrink = 0.75  # drop finished rows when fewer than this share run
+    max_rows = 1024  # completions generated at a time
+    fast = True  # `LlamaDecoder` where it fits
+
     def __init__(
         self,
         model: nn.Module,  # a transformers causal LM
@@ -37,13 +41,16 @@ class TokenPolicy:
         system_prompt: str | None = None,  # first message of the chat
         chunk_tokens: int | None = None,  # tokens per pass through the output layer; None: ~32 MB
         share_prefix: bool = True,  # run each prompt once per group instead of once per sample
-        shrink: float = 0.75,  # drop finished rows when fewer than this share run; 0 = never
-        max_rows: int = 1024,  # completions generated at a time
-        fast: bool = True,  # `LlamaDecoder` where it fits
         lora: dict | None = None,  # train low-rank additions only, see `add_lora`
         autocast: str | None = None,  # "bfloat16": compute in it; log-probs stay in fp32
     ):
-        _check_options(temperature, top_k, top_p, max_new_tokens, max_rows, autocast)
+        if not temperature > 0:
+            raise ValueError(
+                f"temperature must be > 0 (greedy decoding is sample(..., greedy=True)), got {temperature}."
+            )
+        check_number("top_p", top_p, 0, 1, above=True)
+        if autocast not in (None, "bfloat16"):
+            raise ValueError(f"autocast must be None or 'bfloat16', got {autocast!r}.")
         if lora is not None:
             add_lora(model, lora)
         self.lora = lora is not None
@@ -59,9 +66,6 @@ class TokenPolicy:
         self.system_prompt = system_prompt
         self.chunk_tokens = chunk_tokens
         self.share_prefix = share_prefix
-        self.shrink = shrink
-        self.max_rows = max_rows
-        self.fast = fast
         if not self.stop:
             warnings.warn(
                 "The model names no end-of-sequence token: every completion will have max_new_tokens tokens. "
@@ -79,20 +83,6 @@ class TokenPolicy:
     @property
     def device(self) -> torch.device:
         return self.network.device
-
-# %% ../../nbs/method/03_policies.tokens.ipynb #4f6516ce
-def _check_options(temperature, top_k, top_p, max_new_tokens, max_rows, autocast):
-    "Refuse what cannot be sampled."
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature must be > 0 (greedy decoding is sample(..., greedy=True)), got {temperature}."
-        )
-    check_number("top_k", top_k, 0, whole=True)
-    check_number("top_p", top_p, 0, 1, above=True)
-    check_number("max_new_tokens", max_new_tokens, 1, whole=True)
-    check_number("max_rows", max_rows, 1, whole=True)
-    if autocast not in (None, "bfloat16"):
-        raise ValueError(f"autocast must be None or 'bfloat16', got {autocast!r}.")
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #0378601c
 @patch(cls_method=True)
@@ -212,24 +202,30 @@ def sample(
             f"Need at least one task and one generation, got {len(tasks)} and {num_generations}."
         )
     self.model.eval()
-    ids_PL, length_P = self._prompts(tasks)
+    prompts = [torch.tensor(self.encode(t.prompt)) for t in tasks]
+    length_P = torch.tensor([len(ids) for ids in prompts])
+    ids_PL = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
     index_N = torch.arange(len(tasks)).repeat_interleave(num_generations)
     shape = len(index_N), self.max_new_tokens
     uniform_NS = torch.rand(
         shape, dtype=torch.float64, generator=generator, device=generator.device
     )
-    parts = []
-    for rows in torch.arange(len(index_N)).split(self.max_rows):
-        parts.append(self._generate_rows(ids_PL, length_P, index_N[rows], uniform_NS[rows], greedy))
+    parts = [
+        self._generate_rows(ids_PL, length_P, index_N[rows], uniform_NS[rows], greedy)
+        for rows in torch.arange(len(index_N)).split(self.max_rows)
+    ]
     token, mask, logp, entropy = (torch.cat(x).cpu() for x in zip(*parts))
     width = int(mask.sum(1).max())
     token, mask, logp, entropy = (x[:, :width] for x in (token, mask, logp, entropy))
     last = token.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
-    prompts = {"prompt_ids": ids_PL[index_N], "prompt_len": length_P[index_N]}
     return Rollout(
         group_N=index_N,
         tasks=[t for t in tasks for _ in range(num_generations)],
-        states=prompts | {"completion_ids": token},
+        states={
+            "prompt_ids": ids_PL[index_N],
+            "prompt_len": length_P[index_N],
+            "completion_ids": token,
+        },
         mask_NS=mask,
         old_logp_NS=logp,
         outputs=self.decode(token, mask),
@@ -238,17 +234,6 @@ def sample(
             "entropy": entropy.sum(1) / mask.sum(1),
         },
     )
-
-# %% ../../nbs/method/03_policies.tokens.ipynb #4a275966
-@patch
-def _prompts(self: TokenPolicy, tasks: list) -> tuple[Tensor, Tensor]:
-    "Prompt ids (P, L) with zeros on the right, and their lengths (P,)."
-    prompts = [self.encode(t.prompt) for t in tasks]
-    length_P = torch.tensor([len(p) for p in prompts])
-    ids_PL = torch.zeros(len(prompts), int(length_P.max()), dtype=torch.long)
-    for i, p in enumerate(prompts):
-        ids_PL[i, : len(p)] = torch.tensor(p)
-    return ids_PL, length_P
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #3a75e372
 @patch
@@ -326,9 +311,7 @@ def _scored(self: TokenPolicy, r: Rollout, entropy: bool) -> tuple[Tensor, ...]:
     ids_NS = r.states["completion_ids"][:, :width].to(self.device)
     mask_NS = r.mask_NS[:, :width].to(self.device)
     groups = Groups.of(r.group_N)
-    position_N = torch.arange(len(r))
-    first_P = torch.full((groups.num_groups,), len(r))
-    first_P.scatter_reduce_(0, groups.index_N, position_N, "amin")
+    first_P = groups.min(torch.arange(len(r))).long()
     several = len(first_P) < len(r)
     prompts = r.states["prompt_ids"]
     if several and not torch.equal(prompts[first_P][groups.index_N], prompts):
