@@ -23,11 +23,11 @@ from grpo_nb.reward_runner import RewardConfig, RewardRunner
 from grpo_nb.reward_workers import WorkerPool
 from grpo_nb.rewards import RewardError, reward_function
 from grpo_nb.verifiers import (
+    _between_tags,
+    _gym_scorer,
     answer_tags,
-    between_tags,
     exact_answer,
     format_match,
-    gym_scorer,
     length_target,
     math_equivalence,
     number_value,
@@ -1017,14 +1017,17 @@ def test_numbers_in_a_row_are_no_number_but_in_groups_of_three(parts, below):
 @settings(max_examples=100, deadline=None)
 @given(st.text(alphabet="<>/answer x", max_size=60), st.text(alphabet="ab ", max_size=9))
 def test_between_tags_finds_the_last_pair(noise, inside):
-    assert between_tags(f"{noise}<answer>{inside}</answer>") == inside.strip()
-    assert between_tags("x" + noise.replace("<answer>", "").replace("</answer>", "")) is None
+    assert _between_tags(f"{noise}<answer>{inside}</answer>", "answer") == inside.strip()
+    assert (
+        _between_tags("x" + noise.replace("<answer>", "").replace("</answer>", ""), "answer")
+        is None
+    )
 
 
 def test_tags_are_found_in_linear_time():
     text = "<answer>" * 200_000
     start = time.monotonic()
-    assert between_tags(text) is None and answer_tags()(completion=text) == 0.0
+    assert _between_tags(text, "answer") is None and answer_tags()(completion=text) == 0.0
     assert time.monotonic() - start < 2
 
 
@@ -1054,7 +1057,7 @@ def hook(event, args):
 
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
-from grpo_nb.verifiers import gym_scorer
+from grpo_nb.verifiers import _gym_scorer
 
 evil = "__import__('os').environ.update(SEEN='1')"
 texts = [evil, f"[{evil}]", f"1+{evil}", f"({evil})", f"1\\n{evil}", f'{{"a": {evil}}}', "9**9**9**9", "1/0",
@@ -1064,7 +1067,7 @@ for name, (kind, _) in sorted(DATASETS.items()):
     if name == "composite" or "score_answer" not in vars(kind):  # text compared as it is
         continue
     try:
-        score = gym_scorer(name)
+        score = _gym_scorer(name)
     except ValueError as e:
         assert "\\n" not in str(e)
         refused.append(name)
@@ -1125,7 +1128,7 @@ def test_grammars_of_ours_agree_with_the_scorers_they_replace():
         "countdown puzzle24 string_insertion spiral_matrix binary_matrix n_queens "
         "bitwise_arithmetic number_sorting chain_sum gcd lcm spell_backward letter_counting"
     ).split():
-        theirs, ours = get_score_answer_fn(name), gym_scorer(name)
+        theirs, ours = get_score_answer_fn(name), _gym_scorer(name)
         for seed in range(4):
             entry = gym.create_dataset(name, size=1, seed=seed)[0]
             for text in said(name, entry):
@@ -1137,10 +1140,10 @@ def test_parsing_mathematics_has_a_memory_limit():
     def wants(completion):
         import resource
 
-        from grpo_nb.verifiers import MATH_MEMORY, memory_limit
+        from grpo_nb.verifiers import _MATH_MEMORY, _memory_limit
 
         before = resource.getrlimit(resource.RLIMIT_AS)
-        with memory_limit(MATH_MEMORY):
+        with _memory_limit(_MATH_MEMORY):
             bytearray((64 << 20) if completion == "less" else (2 << 30))
         return float(resource.getrlimit(resource.RLIMIT_AS) == before)
 

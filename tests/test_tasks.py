@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_nb.tasks import (
-    ListRows,
-    TableRows,
+    _ListRows,
+    _TableRows,
     Task,
     Taskset,
     _feature_array,
@@ -239,13 +239,13 @@ def test_missing_values(write):
 
 
 def test_columns_in_blocks_keep_order_and_kind():
-    rows = ListRows([{"f": i if i % 2 else i + 0.5, "b": i > 3, "s": "x" * i} for i in range(11)])
+    rows = _ListRows([{"f": i if i % 2 else i + 0.5, "b": i > 3, "s": "x" * i} for i in range(11)])
     for name in ("f", "b", "s"):
         whole = _read_column(rows, name)
         for size in (1, 2, 3, 7):
             values = _read_column(rows, name, size)
             assert values.tolist() == whole.tolist() and values.dtype == whole.dtype
-    rows = ListRows([{"x": 1}, {"x": 2}, {"x": True}])
+    rows = _ListRows([{"x": 1}, {"x": 2}, {"x": True}])
     for size in (1, 2, 3):
         with pytest.raises(ValueError, match="list, row 2: column 'x' holds .*True"):
             _read_column(rows, "x", size)
@@ -329,7 +329,7 @@ def test_reasoning_gym():
 
 
 def test_table_rows_are_read_one_at_a_time():
-    rows = TableRows(pa.Table.from_pylist(ROWS * 50_000), "table")
+    rows = _TableRows(pa.Table.from_pylist(ROWS * 50_000), "table")
     tracemalloc.start()
     assert rows.row(149_999) == ROWS[2]
     assert tracemalloc.get_traced_memory()[1] < 2**20
