@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_nb.tasks import (
-    _ListRows,
-    _TableRows,
     Task,
     Taskset,
     _feature_array,
+    _ListRows,
     _read_column,
     _row_starts,
+    _TableRows,
     data_path,
     overlap,
 )
