@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from grpo_nb.applications.movielens import (
+    Movies,
     MovieTask,
     RankingPolicy,
     load_movies,
     load_task,
-    popular_lists,
     split_users,
 )
 from grpo_nb.core import seeded
@@ -129,13 +129,25 @@ def measure(
     }
 
 
+def popular_lists(
+    data: Movies,  # films and ratings
+    users: Sequence[int],  # whose likings count
+    tasks: Sequence,  # with the column `seen`
+) -> list[list[str]]:  # one list for each task
+    "All films that the user has not seen, the most liked first."
+    liked = data.liked()
+    count_F = np.bincount(np.concatenate([liked[u] for u in users]), minlength=len(data.films))
+    order = [data.films[i].line for i in np.argsort(-count_F, kind="stable")]
+    return [[x for x in order if x not in set(t["seen"])] for t in tasks]
+
+
 def without_training(task: MovieTask) -> dict[str, dict[str, float]]:
     "Scores of the most liked films, all of them or only those that are safe for the user."
     manifest, rows = task.manifest, task.eval
     data = load_movies(manifest["films"], manifest["source"])
     least = manifest["warm_start"]["history"] + manifest["num_ranks"]
     warm = split_users(data.liked(), least, seed=manifest["seed"])[0]
-    popular = [x.split("\n") for x in popular_lists(data, warm, rows, len(data.films))]
+    popular = popular_lists(data, warm, rows)
     safe = lambda film, t: not task.oracle.violates(*film_key(film), t["avoid"])
     kinds = {
         "popular": popular,

@@ -24,6 +24,7 @@ from grpo_nb.ranking import (
     make_relevance_reward,
     make_safe_reward,
     make_safety_reward,
+    ranking_metrics,
 )
 from grpo_nb.trainer import GRPO, OptimizerConfig
 from grpo_nb.update import UpdateConfig
@@ -39,7 +40,7 @@ needs_wheel = pytest.mark.skipif(
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("films")
     config = ml.WarmStart(hidden=48, layers=1, steps=80, batch=32, lr=5e-3)
-    ml.build_task(folder, ml.load_movies(100, "generated"), config, eval_generations=2)
+    ml.build_task(folder, ml.load_movies(100, "generated"), config)
     return folder
 
 
@@ -67,7 +68,7 @@ def test_a_missing_wheel_is_named(monkeypatch, capsys):
 
 def test_generated_films_have_the_schema_and_tastes():
     data = ml.generated_movies(seed=3)
-    assert {g for f in data.films for g in f.genres} <= set(ml.GENRES)
+    assert {g for f in data.films for g in f.genres} <= set(ml._GENRES)
     assert all(isinstance(f.year, int) and f.genres for f in data.films)
     assert len(data.user_E) == len(data.film_E) == len(data.rating_E)
     liked = list(data.liked().values())
@@ -278,9 +279,12 @@ def test_the_study_tunes_on_other_users_and_keeps_numbers_only(task, folder, tmp
 
 
 def test_the_base_model_leaves_room_on_both_sides(task):
-    base = task.manifest["base"]
+    policy = ml.RankingPolicy(task.model, task.tokenizer, task.parser, max_new_tokens=32)
+    rollout = policy.sample(task.eval, 2, seeded(0, "eval"))
+    lists = parse_rollout(rollout, task.tokenizer, task.parser).lists
+    relevant, avoid = ([t[c] for t in rollout.tasks] for c in ("relevant", "avoid"))
+    base = ranking_metrics(lists, relevant, avoid, task.oracle)
     assert 0 < base["recall@8"] and 0.05 < base["svr@8"] < 0.95
-    assert base["spread/relevance"] > 0.5 and base["spread/safety"] > 0.5
     assert base["parse_error"] < 0.2 and 6 < base["length"] < 11
 
 
