@@ -57,11 +57,6 @@ SICK = {
 }
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_healthy_run_triggers_nothing(seed):
-    assert set(diagnose(healthy(seed=seed)).verdict) == {"OK"}
-
-
 @pytest.mark.parametrize("rule", SICK)
 def test_each_rule_sees_its_run_and_only_that(rule):
     report = diagnose(healthy().assign(**SICK[rule]))
@@ -74,12 +69,10 @@ def test_each_rule_sees_its_run_and_only_that(rule):
     assert (quiet.prescription == "").all()
 
 
-def test_rules_without_their_metric_are_skipped_with_its_name():
-    report = diagnose(healthy()[["step", "reward"]]).set_index("rule")
-    assert (report.verdict == "SKIPPED").all()
-    assert report.evidence["D1 dead groups"] == "missing frac_reward_zero_std"
-    assert report.evidence["D9 reward hacking"] == "missing eval_reward"
+def test_rules_without_rows_are_skipped():
     assert (diagnose(pd.DataFrame({"step": []})).verdict == "SKIPPED").all()
+    evidence = diagnose(healthy()[["step", "reward"]]).set_index("rule").evidence
+    assert evidence["D1 dead groups"] == "missing frac_reward_zero_std"
 
 
 def test_thresholds_come_from_the_configuration_and_are_shown(tmp_path):
@@ -132,7 +125,6 @@ def test_nothing_logged_is_a_picture_that_says_so(tmp_path):
 
 
 def test_plots_of_a_run_read_its_files(tmp_path):
-    rng = np.random.default_rng(0)
     with Run.create(tmp_path / "r") as run:
         for step in (1, 2):
             run.log(step, {"reward": 0.5 * step, "tokens_generated": 100 * step})
@@ -141,22 +133,10 @@ def test_plots_of_a_run_read_its_files(tmp_path):
                 for g in (0, 1)
             ]
             run.log_samples(step, samples)
-            for epoch in range(2):
-                run.log_histogram(
-                    step, f"ratio/{epoch}", np.exp(rng.normal(0, 0.1 + epoch, 500)), log=True
-                )
-    fig = plots.plot_ratio_hist(run)
-    labels = [t.get_text() for t in fig.axes[0].get_legend().get_texts()]
-    assert [x.split(":")[0] for x in labels] == ["ratio/0", "ratio/1"]
-    for patch in fig.axes[0].patches:
-        data = patch.get_data()
-        assert (data.values * np.diff(np.log(data.edges))).sum() == pytest.approx(1)
     assert plots.plot_pass_rates(run).axes[0].images[0].get_array().tolist() == [[1, 1], [0, 0]]
     assert len(plots.plot_advantages_hist(run).axes[0].patches) == 1
     line = plots.plot_runs({"r": run, "dir": tmp_path / "r"}, x="tokens_generated").axes[0].lines[0]
     assert line.get_xdata().tolist() == [100, 200] and line.get_ydata().tolist() == [0.5, 1.0]
-    fig = plots.plot_ratio_hist(Run.open(tmp_path / "r"), step=1)
-    fig.savefig(tmp_path / "x.png")
 
 
 def test_a_notebook_can_add_a_panel():
@@ -171,20 +151,16 @@ def test_a_notebook_can_add_a_panel():
         del plots.PANELS["double"]
 
 
-def test_live_plot_that_fails_is_reported_once(tmp_path):
-    with Run.create(tmp_path / "r") as run:
-        run.log(1, {"reward": 1.0})
+def test_live_plot_that_fails_is_reported_once():
+    def broken(figure, display_id):
+        raise RuntimeError("no display")
 
-        def broken(figure, display_id):
-            raise RuntimeError("no display")
-
-        live = LivePlot(run, every=0.0, show=broken)
-        with pytest.warns(UserWarning, match="the live plot stopped"):
-            assert live.update() is False
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert live.update() is False
-    assert run.events().kind.tolist().count("warning") == 1
+    live = LivePlot(pd.DataFrame({"step": [1], "reward": [1.0]}), every=0.0, show=broken)
+    with pytest.warns(UserWarning, match="the live plot stopped"):
+        assert live.update() is False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert live.update() is False
 
 
 def test_opening_and_plotting_a_long_run_is_fast(tmp_path):

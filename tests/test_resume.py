@@ -171,7 +171,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_training(fault, tmp_pa
     t = make(tmp_path / "r", "checkpoint.every=1")
     t.open_run()
     if fault == "full disk":
-        monkeypatch.setattr(checkpoint, "write_state", refuse)
+        monkeypatch.setattr(checkpoint, "_write_state", refuse)
     elif fault == "read-only folder":
         monkeypatch.setattr(
             checkpoint.Lock,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from .frames import KL_OLD, MissingMetric, column, need
-from .record import RunFiles, frame_of, kl_limit
+from .record import Run, frame_of
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #23d76dc0
 @dataclass(frozen=True)
@@ -71,20 +71,20 @@ def _grade(value: float, limits: Sequence[float]) -> str:
 def _worst(*verdicts: str) -> str:
     return max(verdicts, key=("OK", "WARN", "CRITICAL").index)
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #1bffed27
+
 def _limits(limits: Sequence[float]) -> str:
     return " / ".join(f"{x:.0%}" for x in limits)
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #2dd352df
-def _mean(x: np.ndarray | None) -> float:
+def _mean(x: np.ndarray) -> float:
     "Mean of the values that are there."
-    x = x[np.isfinite(x)] if x is not None else []
+    x = x[np.isfinite(x)]
     return float(np.mean(x)) if len(x) else math.nan
 
 
-def _recent(x: np.ndarray | None, n: int) -> float:
+def _recent(x: np.ndarray, n: int) -> float:
     "Mean of the last n values that are there."
-    return _mean(x[np.isfinite(x)][-n:]) if x is not None else math.nan
+    return _mean(x[np.isfinite(x)][-n:])
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #9048874e
 def _longest(mask: np.ndarray) -> slice:
@@ -109,33 +109,32 @@ def _trend(values: np.ndarray) -> tuple[float, float]:
 # %% ../../nbs/lab/02_diagnosis.ipynb #57d6977e
 @_rule("D1 dead groups")
 def _dead_groups(frame, t: Thresholds) -> Finding:
-    "Too many groups without reward spread."
     dead, step = need(frame, "frac_reward_zero_std"), frame["step"].to_numpy()
+    if (known := int(np.isfinite(dead).sum())) < t.dead_steps:
+        return Finding("SKIPPED", f"needs {t.dead_steps} steps, has {known}")
     verdict, level, part = "OK", t.dead[0], slice(-t.window, None)
-    for name, limit in (("WARN", t.dead[0]), ("CRITICAL", t.dead[-1])):
+    for name, limit in zip(("WARN", "CRITICAL"), t.dead):
         streak = _longest(dead > limit)
         if streak.stop - streak.start >= t.dead_steps:
             verdict, level, part = name, limit, streak
-    known = int(np.isfinite(dead).sum())
-    if verdict == "OK" and known < t.dead_steps:
-        return Finding("SKIPPED", f"needs {t.dead_steps} steps, has {known}")
     said = f"{_mean(dead[part]):.0%} of groups dead over steps {step[part][0]} to {step[part][-1]}"
-    split = [column(frame, f"filter/frac_all_{k}") for k in ("high", "low")]
-    high, low = (_mean(x[part]) if x is not None else math.nan for x in split)
     say = "Filter groups, and draw tasks of another difficulty with a selector."
-    if not math.isnan(high + low):
+    high, low = (column(frame, f"filter/frac_all_{k}") for k in ("high", "low"))
+    if high is not None and low is not None:
+        high, low = _mean(high[part]), _mean(low[part])
         said += f" ({high:.0%} all solved, {low:.0%} all failed)"
-    if high > 2 * low:
-        say = "The tasks are too easy: harder tasks, or a selector that leaves the solved ones out."
-    elif low > 2 * high:
-        say = "The tasks are too hard: easier tasks first, more generations, or a partial reward."
+        if high > 2 * low:
+            say = "The tasks are too easy: harder tasks, or a selector that leaves the solved ones out."
+        elif low > 2 * high:
+            say = (
+                "The tasks are too hard: easier tasks first, more generations, or a partial reward."
+            )
     why = f"equal rewards give advantage 0; {t.dead_steps} steps in a row above {level:.0%}"
     return Finding(verdict, said, why, say)
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #533ad7df
 @_rule("D2 sampler mismatch")
 def _sampler_mismatch(frame, t: Thresholds) -> Finding:
-    "The policy that is trained is not the one that sampled."
     diff = column(frame, "upd/first_logp_diff", how="first")
     ratio = column(frame, "upd/ratio_q95", "ratio/q95", how="first")
     planned = column(frame, "upd/n_planned")
@@ -162,7 +161,6 @@ def _sampler_mismatch(frame, t: Thresholds) -> Finding:
 # %% ../../nbs/lab/02_diagnosis.ipynb #d9ced9f4
 @_rule("D3 clip saturation")
 def _clip_saturation(frame, t: Thresholds) -> Finding:
-    "Too many samples clipped, or on one side only."
     low = column(frame, "clip_ratio/low_mean", "upd/clip_low")
     high = column(frame, "clip_ratio/high_mean", "upd/clip_high")
     both = low is not None and high is not None
@@ -181,16 +179,12 @@ def _clip_saturation(frame, t: Thresholds) -> Finding:
 # %% ../../nbs/lab/02_diagnosis.ipynb #40b83131
 @_rule("D4 KL drift")
 def _kl_drift(frame, t: Thresholds) -> Finding:
-    "The policy moves too far per update, or from the reference, or not at all."
     old, ref = column(frame, *KL_OLD, how="max"), column(frame, "kl", "upd/kl_ref")
-    if old is None and ref is None:
-        raise MissingMetric("missing upd/kl_old (or kl_old/k3) and kl")
+    need(frame, *KL_OLD, "kl", "upd/kl_ref")
     verdict, said, say = "OK", [], ""
     if old is not None:
         now, over = _recent(old, t.window), float(np.mean(old > t.kl_old))
-        said.append(
-            f"KL to old {now:.2g} over the last {t.window} steps, above {t.kl_old:g} in {over:.0%} of all"
-        )
+        said.append(f"KL to old {now:.2g} lately, above {t.kl_old:g} in {over:.0%} of all steps")
         if now > t.kl_old:
             verdict, say = "WARN", "Stop the epochs early on KL, or lower the learning rate."
     if ref is not None:
@@ -210,7 +204,6 @@ def _kl_drift(frame, t: Thresholds) -> Finding:
 # %% ../../nbs/lab/02_diagnosis.ipynb #008200a2
 @_rule("D5 entropy collapse")
 def _entropy_collapse(frame, t: Thresholds) -> Finding:
-    "Entropy collapsed while the reward is flat."
     entropy, reward = need(frame, "entropy"), need(frame, "reward")
     known = entropy[np.isfinite(entropy)]
     if len(known) < t.least_rows:
@@ -230,13 +223,9 @@ def _entropy_collapse(frame, t: Thresholds) -> Finding:
 # %% ../../nbs/lab/02_diagnosis.ipynb #3a24af1a
 @_rule("D6 length")
 def _length(frame, t: Thresholds) -> Finding:
-    "Completions are cut off, or grow because length pays."
-    cut, length = (
-        column(frame, "completions/clipped_ratio"),
-        column(frame, "completions/mean_length"),
-    )
-    if cut is None and length is None:
-        raise MissingMetric("missing completions/clipped_ratio and completions/mean_length")
+    names = ("completions/clipped_ratio", "completions/mean_length")
+    need(frame, *names)
+    cut, length = (column(frame, name) for name in names)
     verdict, said, say = "OK", [], ""
     if cut is not None:
         now = _recent(cut, t.window)
@@ -266,7 +255,6 @@ def _correlation(x: np.ndarray, y: np.ndarray | None, least: int) -> float:
 # %% ../../nbs/lab/02_diagnosis.ipynb #647b8c98
 @_rule("D7 dominant reward")
 def _dominant_reward(frame, t: Thresholds) -> Finding:
-    "One reward component decides alone, or one is never non-zero."
     names = [c.split("/")[1] for c in frame if re.fullmatch(r"rewards/.+/mean", c)]
     shares, what = _shares(frame, names, t.window)
     dead = [n for n in names if _never(frame, n, t.never)]
@@ -288,14 +276,15 @@ def _dominant_reward(frame, t: Thresholds) -> Finding:
 # %% ../../nbs/lab/02_diagnosis.ipynb #3740ebe1
 def _shares(frame, names: Sequence[str], window: int) -> tuple[dict[str, float], str]:
     "The share of each component in the advantage, or else in the variance of the reward."
-    logged = {
-        c.removeprefix("adv/share/"): column(frame, c) for c in frame if c.startswith("adv/share/")
-    }
-    shares = {n: _recent(x, window) for n, x in logged.items() if x is not None}
+
+    def now(columns: dict[str, str]) -> dict[str, float]:
+        found = {n: column(frame, c) for n, c in columns.items()}
+        return {n: _recent(x, window) for n, x in found.items() if x is not None}
+
+    shares = now({c.removeprefix("adv/share/"): c for c in frame if c.startswith("adv/share/")})
     if len(shares) > 1:
         return shares, "advantage"
-    stds = {n: column(frame, f"rewards/{n}/std") for n in names}
-    variance = {n: _recent(x, window) ** 2 for n, x in stds.items() if x is not None}
+    variance = {n: x**2 for n, x in now({n: f"rewards/{n}/std" for n in names}).items()}
     total = sum(variance.values()) or 1.0
     return {n: v / total for n, v in variance.items()}, "reward variance (weights not counted)"
 
@@ -310,7 +299,6 @@ def _never(frame, name: str, rows: int) -> bool:
 # %% ../../nbs/lab/02_diagnosis.ipynb #0fe00dc7
 @_rule("D8 gradient")
 def _gradient(frame, t: Thresholds) -> Finding:
-    "Gradient not finite, spiking, or zero."
     grad, step = need(frame, "grad_norm"), frame["step"].to_numpy()
     reward, done, skipped = (column(frame, k) for k in ("reward", "upd/n_done", "upd/n_skipped"))
     trained = np.isfinite(reward) if reward is not None else np.ones(len(grad), bool)
@@ -318,16 +306,12 @@ def _gradient(frame, t: Thresholds) -> Finding:
     good = grad[trained & np.isfinite(grad)]
     median = float(np.median(good)) if len(good) else math.nan
     sigma = 1.4826 * float(np.median(np.abs(good - median))) if len(good) else math.nan
-    limit = max(median + t.spike_sigma * sigma, t.spike_median * median)
-    spike = trained & (grad > limit)
+    spike = trained & (grad > max(median + t.spike_sigma * sigma, t.spike_median * median))
     broken = trained & ~np.isfinite(grad)
     broken |= skipped > 0 if skipped is not None else False  # updates left out as not finite
     zero = _mean((good == 0).astype(float))
-    verdict, say = (
-        _grade(zero, t.zero_grad),
-        "Filter groups: steps of dead groups only have no gradient.",
-    )
-    said = [f"median norm {median:.3g}"]
+    verdict, said = _grade(zero, t.zero_grad), [f"median norm {median:.3g}"]
+    say = "Filter groups: steps of dead groups only have no gradient."
     if zero > 0:
         said.append(f"{zero:.0%} of steps have gradient 0")
     if spike.any():
@@ -335,9 +319,8 @@ def _gradient(frame, t: Thresholds) -> Finding:
             _worst(verdict, "WARN"),
             "Clip the gradient norm and lower the learning rate.",
         )
-        said.append(
-            f"{spike.sum()} spikes, the first {grad[spike][0]:.3g} at step {step[spike][0]}"
-        )
+        first = f"{grad[spike][0]:.3g} at step {step[spike][0]}"
+        said.append(f"{spike.sum()} spikes, the first {first}")
     if broken.any():
         verdict = "CRITICAL"
         say = "Look for inf or NaN in log-probs and rewards of that step; lower the learning rate."
@@ -348,7 +331,6 @@ def _gradient(frame, t: Thresholds) -> Finding:
 # %% ../../nbs/lab/02_diagnosis.ipynb #e74e2751
 @_rule("D9 reward hacking")
 def _reward_hacking(frame, t: Thresholds) -> Finding:
-    "Training reward far above held-out reward."
     reward, held = need(frame, "reward"), need(frame, "eval_reward")
     at = np.flatnonzero(np.isfinite(held))[-3:]
     trained = [_recent(reward[: i + 1], t.window) for i in at]
@@ -361,7 +343,6 @@ def _reward_hacking(frame, t: Thresholds) -> Finding:
 # %% ../../nbs/lab/02_diagnosis.ipynb #b6bd3696
 @_rule("D10 no progress")
 def _no_progress(frame, t: Thresholds) -> Finding:
-    "Reward flat although groups have spread."
     reward, dead = need(frame, "reward"), need(frame, "frac_reward_zero_std")
     known = reward[np.isfinite(reward)]
     n = len(known) // 3
@@ -381,16 +362,14 @@ def _no_progress(frame, t: Thresholds) -> Finding:
 # %% ../../nbs/lab/02_diagnosis.ipynb #157937c0
 def diagnose(
     run,  # Run, run directory, or a frame of any trainer's metrics
-    thresholds: Thresholds
-    | None = None,  # None = the defaults, with the KL limit of the run's configuration
+    thresholds: Thresholds | None = None,  # None = defaults, with the KL limit of the run
 ):  # DataFrame with columns rule, verdict, evidence, arithmetic, prescription
     "What the log says is wrong; the frame's attrs hold the thresholds that were used."
     import pandas as pd
 
     frame = frame_of(run)
-    limit = kl_limit(run) or Thresholds.kl_old
-    thresholds = thresholds or Thresholds(kl_old=limit)
-    rows = []
+    limit = frame.attrs.get("kl_limit") or Thresholds.kl_old
+    thresholds, rows = thresholds or Thresholds(kl_old=limit), []
     for name, rule in RULES.items():
         try:
             finding = rule(frame, thresholds)
@@ -403,4 +382,4 @@ def diagnose(
     return out
 
 
-RunFiles.diagnose = diagnose
+Run.diagnose = diagnose

@@ -3,7 +3,7 @@
     python tests/bench/tracking.py [--out FILE]           (about 30 s)
 
 Trains the quickstart recipe for some steps with a run directory, samples written at every step, and prints which share of
-the CPU time of those steps went into recording them. Beside it: microseconds to log a full row, samples and a histogram,
+the CPU time of those steps went into recording them. Beside it: microseconds to log a full row and samples,
 and the seconds to open and to plot a metrics file of 10,000 steps. All times are CPU seconds of this single-threaded
 process, so that other work on the machine does not count. Exits with 1 if tracking costs more than 2 % of a step or opening
 and plotting all panels take more than 2 s.
@@ -139,10 +139,6 @@ def main() -> int:
             for i in range(64)
         ]
         out["log_samples_us"] = per_call(lambda i: run.log_samples(i, samples), 300)
-        ratio = np.exp(rng.normal(0, 0.1, 64 * 30))
-        out["log_histogram_us"] = per_call(
-            lambda i: run.log_histogram(i, "ratio/0", ratio, log=True), 300
-        )
         run.close()
         out["file_mb"] = (run.dir / "metrics.jsonl").stat().st_size / 1e6
         plot_run(run.dir, ["reward"]).canvas.draw()  # imports and fonts, once per process
@@ -192,7 +188,6 @@ def markdown(out: dict, rows: int) -> str:
         f"| creating a run directory | {v['create_s']} s |",
         f"| a row of {v['metrics_per_row']} metrics | {v['log_us']} us |",
         f"| 64 samples | {v['log_samples_us']} us |",
-        f"| a histogram of 1,920 values | {v['log_histogram_us']} us |",
         f"| opening {rows:,} rows ({v['file_mb']} MB) | {v['open_s']} s |",
         f"| plotting four panels of them | {v['plot_4_panels_s']} s |",
         f"| plotting all panels | {v['plot_all_panels_s']} s |",
