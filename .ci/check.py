@@ -86,18 +86,8 @@ def docs():
 
 
 def tests():
-    run(
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "2",
-        "--dist",
-        "worksteal",
-        "--durations=5",
-        "tests",
-    )
+    both_cores = ["-n", "2", "--dist", "loadgroup"]
+    run(sys.executable, "-m", "pytest", "-q", *both_cores, "--durations=5", "tests")
 
 
 STEPS = dict(clean=clean, lint=lint, docs=docs, notebooks=notebooks, tests=tests)
