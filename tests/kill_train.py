@@ -93,7 +93,7 @@ def ranking(folder):
     task = folder.parent / "task"
     if not task.exists():
         warm = ml.WarmStart(hidden=32, layers=1, steps=30, batch=16, lr=5e-3)
-        ml.build_task(task, ml.load_movies(60, "generated"), warm, eval_generations=2)
+        ml.build_task(task, ml.load_movies(60, "generated"), warm)
     task = ml.load_task(task)
     policy = ml.RankingPolicy(task.model, task.tokenizer, task.parser, max_new_tokens=28)
     rewards = {

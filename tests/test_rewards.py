@@ -596,22 +596,6 @@ def in_thread(f):
     return results[0]
 
 
-def test_a_function_with_signals_called_from_a_thread_needs_a_worker():
-    def alarmed(completion):
-        import signal
-
-        signal.signal(signal.SIGALRM, lambda *_: None)
-        return 1.0
-
-    assert "signal only works in main thread" in str(
-        in_thread(lambda: RewardRunner([alarmed])(batch(["1"])))
-    )
-    with RewardRunner([alarmed], workers=1) as runner:
-        assert in_thread(lambda: runner(batch(["1"]))).rewards_NR.tolist() == [[1.0]]
-    refused = in_thread(lambda: math_equivalence()(completion="1", answer="1"))
-    assert isinstance(refused, RuntimeError) and "needs the main thread" in str(refused)
-
-
 def test_math_equivalence():
     bare = ("A", "(1,2)", "x+y", "yes", "True", "12:30", "[1, 2)", r"\text{A}", r"2\pi")
     cases = [(x, x, 1) for x in bare] + [
@@ -638,6 +622,8 @@ def test_math_equivalence():
     assert values(scored.rewards_NR[:, 0]) == [w for _, _, w in cases]
     assert counts(runner, "math_equivalence") == [len(cases) - 3, 1, 1, 1, 0]
     assert runner.config.workers == 0  # it gets a process anyway, also when called from a thread
+    refused = in_thread(lambda: math_equivalence()(completion="1", answer="1"))
+    assert isinstance(refused, RuntimeError) and "needs the main thread" in str(refused)
 
 
 def test_missing_values_do_not_apply_and_are_no_zeros():
@@ -680,26 +666,12 @@ def test_masked_entries_of_returned_arrays_do_not_apply(workers):
     assert table == [[[1, 1], [1, -99]], [[-99, -99], [-99, -99]], [[3, 3], [5, 6]]]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        np.array(["4", "5"]),
-        np.array([4, 5]),
-        np.array(5),
-        np.str_("5"),
-        torch.tensor([4.0, 5.0]),
-        ["x", None, 5],
-        {"4", "5"},
-        ("4", np.int64(5)),
-        [torch.tensor(5)],
-        5,
-        5.0,
-        Fraction(5),
-    ],
-)
-def test_accepted_answers_of_any_sequence(answer):
-    assert exact_answer()(completion="5", answer=answer) == 1.0
-    assert exact_answer()(completion="6", answer=answer) == 0.0
+def test_accepted_answers_of_any_sequence():
+    many = [np.array(["4", "5"]), np.array([4, 5]), torch.tensor([4.0, 5.0]), ["x", None, 5]]
+    many += [{"4", "5"}, ("4", np.int64(5)), [torch.tensor(5)]]
+    for answer in (*many, np.array(5), np.str_("5"), 5, 5.0, Fraction(5)):
+        assert exact_answer()(completion="5", answer=answer) == 1.0
+        assert exact_answer()(completion="6", answer=answer) == 0.0
 
 
 def test_answers_that_cannot_be_compared_are_errors():
@@ -727,31 +699,6 @@ def test_text_of_chat_completions():
     image = [{"role": "assistant", "content": [{"type": "image"}]}]
     with pytest.raises(RewardError, match="must have text"):
         RewardRunner([exact_answer()])(batch([image], [Task(answer="5")]))
-
-
-def test_columns_are_passed_only_to_functions_that_take_them():
-    seen = {}
-
-    def everything(completions, **columns):
-        seen.update(columns)
-        return [0.0] * len(completions)
-
-    def one(prompt, completion, level=None, missing="default"):
-        assert missing == "default" and level in (1, None)
-        return 0.0
-
-    def named(completions, level):
-        return [0.0] * len(completions)
-
-    chat = [{"role": "user", "content": "hi"}]
-    tasks = [Task("p", level=1, answer="x"), Task(chat, answer="y")]
-    rollout = batch(["a", "b"], tasks, {"completion_ids": torch.tensor([[1, 2, 3], [4, 5, 6]])})
-    rollout.mask_NS[1, 2] = False
-    RewardRunner([named, everything, one])(rollout)
-    assert seen["prompts"] == ["p", chat] and seen["completion_ids"] == [[1, 2, 3], [4, 5]]
-    assert seen["level"] == [1, None] and seen["answer"] == ["x", "y"]
-    with pytest.raises(ValueError, match="needs 'level'.*There are: prompts, completions, answer"):
-        RewardRunner([named])(batch(["a"]))
 
 
 def test_what_one_function_does_to_its_arguments_no_other_sees():
@@ -835,21 +782,6 @@ def test_ranks_must_agree_and_scalars_count_at_every_rank():
     assert values(RewardRunner(gaps)(batch(["n", "a"])).rewards_NRK) == [[[-99, -99]], [[1, 2]]]
 
 
-def test_rows_without_any_component_are_counted():
-    runner = RewardRunner({"f": lambda completion: None if completion == "n" else 1.0})
-    assert values(runner(batch(["n", "a", "n"])).rewards_NR) == [[-99], [1], [-99]]
-    assert runner.metrics()["reward/n_no_component"] == 2
-
-
-def test_policies_of_a_component_and_options_beside_a_configuration():
-    f = {"f": lambda completion: 1.0}
-    one_line(lambda: RewardRunner(f, on_error={"g": "skip"}), "reward component in on_error 'g'")
-    one_line(lambda: RewardRunner(f, timeouts=3), "Did you mean 'timeout_s'")
-    assert RewardRunner(f, config=RewardConfig(seed=1), workers=0).config.seed == 1
-    for bad in ("zero", nan, [], True, 1e39):
-        one_line(lambda b=bad: RewardRunner(f, on_error={"f": b}), "on_error must be 'raise'")
-
-
 def one_line(make, *parts):
     with pytest.raises(ValueError) as e:
         make()
@@ -867,27 +799,24 @@ class Judge:
 ODD = [None, 3, [], {}, "x", Judge, nan, math.inf, -1.0, True, object()]
 
 
-@pytest.mark.parametrize(
-    "option, allowed",
-    [
-        ("on_error", (None, 3, -1.0)),
-        ("on_timeout", (None, 3, -1.0)),
-        ("on_none", (None, 3, -1.0)),
-        ("workers", (3,)),
-        ("timeout_s", (3,)),
-        ("memory_mb", (None, 3)),
-        ("keep_env", ([],)),
-        ("max_error_share", ()),
-        ("seed", (3,)),
-    ],
-)
-def test_wrong_options_of_the_runner_are_one_line_before_anything_runs(option, allowed):
+def test_wrong_policies_are_one_line_before_anything_runs():
     f = {"f": lambda completion: 1.0}
-    for value in ODD:
-        if any(value is a or type(value) is type(a) and value == a for a in allowed):
-            RewardRunner(f, **{option: value})
-        elif not (value == {} and option.startswith("on_")):  # a policy for no component
-            one_line(lambda v=value: RewardRunner(f, **{option: v}), option)
+    for value in (*ODD, 1e39, [], {"f": "zero"}, {"f": True}):
+        if value not in (None, 3, {}, -1.0) or isinstance(value, bool):
+            one_line(lambda v=value: RewardRunner(f, on_timeout=v), "on_timeout must be 'raise'")
+    one_line(lambda: RewardRunner(f, on_error={"g": "skip"}), "reward component in on_error 'g'")
+    one_line(lambda: RewardRunner(f, keep_env=3), "keep_env")
+
+
+def test_wrong_declarations_are_one_line():
+    names = (None, 3, "ab", ["a", "a"], [1], [""])
+    wrong = {"form": ("x", 3), "components": names, "needs": names}
+    for option, values_ in (wrong | {"timeout_s": (0, nan, math.inf, "x", True)}).items():
+        for value in values_:
+            one_line(lambda o=option, v=value: reward_function(**{o: v}), option)
+    one_line(lambda: reward_function(Judge().__call__, name="f"), "cannot be kept")
+    single = reward_function(lambda completion: 1.0, whole_batch=True)
+    one_line(lambda: RewardRunner({"f": single}), "cannot be a whole_batch function")
 
 
 def test_wrong_functions_and_configs_are_one_line():
@@ -913,30 +842,6 @@ def test_wrong_functions_and_configs_are_one_line():
         one_line(lambda v=config: RewardRunner({"f": f}, config=v), "must be a RewardConfig")
     for state in (None, 3, [], {}, {"version": 1}):
         one_line(lambda v=state: RewardRunner({"f": f}).load_state_dict(v), "state")
-
-
-DECLARED = [
-    ("form", ("x", 3)),
-    ("components", (None, 3, "ab", ["a", "a"], [1], [""])),
-    ("needs", (None, 3, "ab", ["a", "a"], [1], [""])),
-    ("timeout_s", (0, -1.0, nan, math.inf, "x", True, [])),
-    ("function", (3, "x", [])),
-]
-
-
-@pytest.mark.parametrize("option, values_", DECLARED)
-def test_wrong_declarations_are_one_line(option, values_):
-    for value in values_:
-        one_line(
-            lambda v=value: reward_function(**{option: v}),
-            *([option] if option != "function" else []),
-        )
-
-
-def test_declarations_that_cannot_be_kept_or_met_are_one_line():
-    one_line(lambda: reward_function(Judge().__call__, name="f"), "cannot be kept")
-    single = reward_function(lambda completion: 1.0, whole_batch=True)
-    one_line(lambda: RewardRunner({"f": single}), "cannot be a whole_batch function")
 
 
 FACTORIES = [
@@ -1150,18 +1055,6 @@ def test_parsing_mathematics_has_a_memory_limit():
     with RewardRunner([wants], workers=1, on_error="skip", **QUIET) as runner:
         assert values(runner(batch(["less", "more"])).rewards_NR) == [[1.0], [-99.0]]
         assert runner.failures[0].message.startswith("MemoryError")
-
-
-def test_names_that_stand_twice_are_refused():
-    f = lambda completion: 1.0  # noqa: E731
-    two = reward_function(lambda completion: 1.0, components=("b",), name="a")
-    for make in (
-        lambda: RewardRunner([exact_answer(), exact_answer(column="other")]),
-        lambda: RewardRunner([two, reward_function(lambda completion: 1.0, name="a/b")]),
-        lambda: RewardRunner([f, f]),
-    ):
-        with pytest.raises(ValueError, match="name of its own"):
-            make()
 
 
 @settings(max_examples=20, deadline=None)

@@ -307,12 +307,6 @@ def test_worker_processes(write, method):
         assert pool.map(read_prompt, jobs) == [read_prompt(j) for j in jobs]
 
 
-def test_overlap_finds_shared_prompts_whatever_the_other_fields():
-    a = Taskset.load(ROWS)
-    b = Taskset.load([{"prompt": "9-4=", "answer": "0"}, {"prompt": "9-4= "}, {"prompt": "2+3="}])
-    assert overlap(a, b).tolist() == [0, 2] and overlap(b, a).tolist() == [0, 2]
-
-
 def test_reasoning_gym():
     settings = dict(size=20, seed=3, min_terms=2, max_terms=2)
     t, again = (Taskset.load("gym:chain_sum", **settings) for _ in range(2))
