@@ -75,12 +75,7 @@ class Groups:
         if isinstance(ids, Groups):
             return ids
         _, index, size = torch.unique(integer_ids(ids), return_inverse=True, return_counts=True)
-        place_N = torch.arange(len(index), device=index.device)
-        first_P = torch.empty_like(size).scatter_reduce_(
-            0, index, place_N, "amin", include_self=False
-        )
-        order = torch.argsort(first_P)  # numbered in the order of their first appearance
-        return cls(torch.argsort(order)[index], size[order])
+        return cls(index, size)
 
 # %% ../nbs/method/00_core.ipynb #026061ec
 def integer_ids(

@@ -311,14 +311,15 @@ def _scored(self: TokenPolicy, r: Rollout, entropy: bool) -> tuple[Tensor, ...]:
     ids_NS = r.states["completion_ids"][:, :width].to(self.device)
     mask_NS = r.mask_NS[:, :width].to(self.device)
     groups = Groups.of(r.group_N)
-    first_P = groups.min(torch.arange(len(r))).long()
+    first_P, order = groups.min(torch.arange(len(r))).long().sort()  # prompts as samples stand
+    index_N = torch.argsort(order)[groups.index_N]
     several = len(first_P) < len(r)
     prompts = r.states["prompt_ids"]
-    if several and not torch.equal(prompts[first_P][groups.index_N], prompts):
+    if several and not torch.equal(prompts[first_P][index_N], prompts):
         raise ValueError("A group holds different prompts: one group is one draw of one task.")
     share = self.share_prefix and several and self.network.shares_cache
     hidden = self._hidden_shared if share else self._hidden_dense
-    hidden_T = hidden(r, first_P, groups.index_N.to(self.device), ids_NS, mask_NS)
+    hidden_T = hidden(r, first_P, index_N.to(self.device), ids_NS, mask_NS)
     scores = self._token_scores(hidden_T, ids_NS[mask_NS], entropy)
     zeros = torch.zeros(mask_NS.shape, dtype=torch.float32, device=self.device)
     out = [zeros.masked_scatter(mask_NS, v.to(zeros.dtype)) for v in scores]
