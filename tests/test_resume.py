@@ -429,7 +429,7 @@ def test_an_interrupt_in_an_evaluation_keeps_the_row_and_the_reward_counts(tmp_p
     t = make(tmp_path / "r", "eval.every=2", "eval.limit=4", rewards={"cut": cut})
     with pytest.raises(KeyboardInterrupt):
         t.fit()
-    assert t.rewards.state_dict()["totals"]["cut"]["n_ok"] == 32
+    assert t.rewards.state_dict()["batches"] == 2
     t.fit()
     assert [r["step"] for r in rows(t)] == [1, 2, 3, 4, 5]
     t.close()
