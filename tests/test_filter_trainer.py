@@ -288,3 +288,16 @@ def test_carried_groups_keep_the_log_probs_of_the_policy_that_sampled_them():
             )
             old += step > born
     assert old and trained[0][0]["filter/carried"] > 0
+
+
+def test_the_collector_reads_states_of_the_older_format():
+    t = make("steps=2").fit(1)
+    state = t.collector.state_dict()
+    old = dict(state["json"]) | {"format": 1, "pending": [], "ahead": []}
+    old["rate"] = old.pop("filter_rate")
+    del old["unrewarded"]
+    other = make("steps=2")
+    other.collector.load_state_dict({"json": old, "tensors": state["tensors"]})
+    assert json.dumps(other.collector.state_dict()["json"]) == json.dumps(state["json"])
+    with pytest.raises(ValueError, match="another format"):
+        other.collector.load_state_dict({"json": old | {"format": 0}, "tensors": {}})
