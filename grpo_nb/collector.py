@@ -93,7 +93,9 @@ class GroupCollector:
         self.seen: list | None = None  # lowest and highest value of each metric column
         self.window: list[dict] = []  # the last steps, for warnings
         self.warnings: dict[str, str] = {}  # each once per run
-        self._warn_of_misfits(advantage)
+        by_sum = config.rule_name == "sum" and advantage == "gdpo"
+        critic = advantage in ("gae", "vapo", "critic")
+        self._warn({"critic": critic, "sum": by_sum}, advantage=advantage)
 
 # %% ../nbs/method/02_collector.ipynb #cf823e44
 @patch
@@ -254,10 +256,11 @@ def take(self: GroupCollector) -> Collected:
             f"The step is {self.status}, with {self.num_held} of {self.train_batch_size} groups: "
             "add generation batches until it is full."
         )
-    message = self._cap_message()
+    numbers = self._counts() | {"n": self.tally["batches"], "why": _likely_cause(self.reasons)[1]}
+    numbers |= {"held": self.num_held, "needed": self.train_batch_size}
     if self.config.on_cap == "raise":
-        raise FilterCapError(message)
-    self._warn(("cap", True, message))
+        raise FilterCapError(_WARNINGS["cap"].format(**numbers))
+    self._warn({"cap": True}, **numbers)
     return self._close("partial" if self.config.on_cap == "train_partial" else "skipped")
 
 # %% ../nbs/method/02_collector.ipynb #3c2f97aa
@@ -266,11 +269,7 @@ def _end_of_data(self: GroupCollector) -> Collected:
     "A partial batch is trained on or dropped, and counted."
     train = self.config.on_end == "train_partial" and self.num_held
     lost = self.num_held and not train and self.config.surplus == "drop"
-    text = (
-        f"End of the data: {self.num_held} of {self.train_batch_size} groups do not fill a batch "
-        "and are dropped. Set filter_groups.on_end='train_partial' to use them."
-    )
-    self._warn(("end", lost, text))
+    self._warn({"end": lost}, held=self.num_held, needed=self.train_batch_size)
     return self._close("partial" if train else "end")
 
 # %% ../nbs/method/02_collector.ipynb #266f27ec
@@ -304,25 +303,24 @@ def _close(self: GroupCollector, outcome: str) -> Collected:
 def _metrics(
     self: GroupCollector, trained: Rollout | None, surplus: int, carried: int
 ) -> dict[str, float]:
-    t, generated = self.tally, max(self.tally["groups"], 1)
+    t, n = self.tally, self._counts()
     samples, groups = (0, 0) if trained is None else (len(trained), trained.num_groups)
-    rate = self._rate()
     mean_std = t["std_sum"] / t["std_groups"] if t["std_groups"] else math.nan
     found = {
         "num_gen_batches": t["batches"],
         "gen_steps": self.gen_steps,
-        "filter_rate": rate,
-        "frac_all_high": self.reasons["all_high"] / generated,
-        "frac_all_low": self.reasons["all_low"] / generated,
+        "filter_rate": n["rate"],
+        "frac_all_high": n["high"] / max(n["groups"], 1),
+        "frac_all_low": n["low"] / max(n["groups"], 1),
         "mean_std": mean_std,
-        "kept": t["kept"],
+        "kept": n["kept"],
         "surplus": surplus,
         "carried": carried,
         "stale": t["stale"],
         "invalid": t["invalid"],
         "dropped_with_signal": t["dropped_with_signal"],
         "kept_without_signal": t["kept_without_signal"],
-        "expected_batches": self._expected(rate),
+        "expected_batches": self._expected(n["rate"]),
         "groups_trained": groups,
         "batch_fraction": min(self.num_held, groups) / self.train_batch_size,
         "samples_per_trained": t["samples"] / samples if samples else math.nan,
@@ -331,16 +329,20 @@ def _metrics(
         found["age_max"] = float(trained.info["age"].max())
     return {f"filter/{k}": v for k, v in found.items()} | {
         "train/num_gen_batches": t["batches"],
-        "train/filter_rate": rate,
+        "train/filter_rate": n["rate"],
         "train/mean_metric_std": mean_std,
-        "train/num_kept_prompts": t["kept"],
+        "train/num_kept_prompts": n["kept"],
     }
 
 # %% ../nbs/method/02_collector.ipynb #d2c32479
 @patch
-def _rate(self: GroupCollector) -> float:
-    t = self.tally
-    return (t["groups"] - t["kept"]) / t["groups"] if t["groups"] else math.nan
+def _counts(self: GroupCollector) -> dict[str, float]:
+    "Groups of the step so far."
+    groups, kept = self.tally["groups"], self.tally["kept"]
+    filtered, high, low = groups - kept, self.reasons["all_high"], self.reasons["all_low"]
+    rate = filtered / groups if groups else math.nan
+    names = ("groups", "kept", "filtered", "high", "low", "rate")
+    return dict(zip(names, (groups, kept, filtered, high, low, rate)))
 
 
 @patch
@@ -385,7 +387,7 @@ def _log_end(self: GroupCollector, outcome: str, trained: Rollout | None):
     partial = outcome == "partial" and f"Training on a partial batch: {len(trained)} trajectories."
     log.info(partial or f"Skipping the step: {outcome}.")
     log.info(f"train/num_gen_batches: {self.tally['batches']}")
-    log.info(f"train/filter_rate: {self._rate():.3f}")
+    log.info(f"train/filter_rate: {self._counts()['rate']:.3f}")
 
 # %% ../nbs/method/02_collector.ipynb #1636d518
 _CAUSES = {  # reason: what to do about it
@@ -416,42 +418,43 @@ def _likely_cause(reasons: Mapping[str, int]) -> tuple[str, str]:
     )
 
 # %% ../nbs/method/02_collector.ipynb #fed9971b
+_WARNINGS = {
+    "critic": "filter_groups is on with the estimator {advantage!r}, whose advantage comes from a critic: groups without spread "
+    "still teach it. Consider enable=False.",
+    "sum": "filter_groups.rule='sum' with GDPO drops groups whose components carry signal although their sum is constant. Use "
+    "'all_components' or 'combined'.",
+    "acc": "Filter metric 'acc' has {graded} of {numbers} values that are neither 0 nor 1. If it is a graded score, groups hardly "
+    "ever tie and the filter does little: filter by a 0/1 metric.",
+    "nan": "{invalid} of {samples} samples have no valid filter metric (NaN or None); they are left out of their group's decision "
+    "and counted in filter/invalid.",
+    "all filtered": "All {n} groups of a generation batch were filtered. Likely cause: {why}.",
+    "reward": "The filter metric and the trained reward disagree: {dropped} of {n} groups were dropped although their reward "
+    "varies, {kept} kept although it is constant (filter/dropped_with_signal, filter/kept_without_signal).",
+    "stale": "{stale} carried groups were older than max_staleness={limit} updates and were dropped (filter/stale).",
+    "rate high": "{rate:.1%} of the groups were filtered over the last 20 steps: most samples are thrown away. The tasks do not "
+    "fit the policy, or the reward cannot tell answers apart.",
+    "rate low": "Only {rate:.1%} of the groups were filtered over the last 20 steps: the filter changes little.",
+    "easy": "{high:.1%} of the groups were all right over the last 20 steps: the tasks are too easy.",
+    "hard": "{low:.1%} of the groups were all wrong over the last 20 steps: the tasks are too hard.",
+    "surplus": "{dropped} of {kept} kept groups ({lost:.1%}) did not fit and were dropped over the last 20 steps. Set "
+    "surplus='carry', sizing='adaptive' or a smaller gen_batch_size.",
+    "end": "End of the data: {held} of {needed} groups do not fill a batch and are dropped. Set "
+    "filter_groups.on_end='train_partial' to use them.",
+    "cap": "num_gen_batches={n} >= max_num_gen_batches={n}. Generated too many batches: {held} of {needed} groups collected, "
+    "{filtered} of {groups} generated groups filtered ({rate:.1%}): {high} all high, {low} all low. Likely cause: {why}. Raise "
+    "max_num_gen_batches (0 = no limit), lower train_batch_size, raise num_generations, change the tasks, or set on_cap to "
+    "'train_partial' or 'skip_step'.",
+}
+
+
 @patch
-def _cap_message(self: GroupCollector) -> str:
-    n, groups, kept = (self.tally[k] for k in ("batches", "groups", "kept"))
-    return (
-        f"num_gen_batches={n} >= max_num_gen_batches={n}. Generated too many batches: "
-        f"{self.num_held} of {self.train_batch_size} groups collected, {groups - kept} of {groups} generated groups "
-        f"filtered ({self._rate():.1%}): {self.reasons['all_high']} all high, {self.reasons['all_low']} all low. "
-        f"Likely cause: {_likely_cause(self.reasons)[1]}. Raise max_num_gen_batches (0 = no limit), lower "
-        "train_batch_size, raise num_generations, change the tasks, or set on_cap to 'train_partial' or 'skip_step'."
-    )
+def _warn(self: GroupCollector, holds: Mapping[str, Any], **numbers):
+    for key, true in holds.items():
+        if true and key not in self.warnings:
+            self.warnings[key] = _WARNINGS[key.partition(":")[0]].format(**numbers)
+            log.warning(self.warnings[key])
 
 # %% ../nbs/method/02_collector.ipynb #7c8d602a
-@patch
-def _warn(self: GroupCollector, *rows: tuple[str, bool, str]):
-    for key, holds, text in rows:
-        if holds and key not in self.warnings:
-            self.warnings[key] = text
-            log.warning(text)
-
-
-@patch
-def _warn_of_misfits(self: GroupCollector, advantage: str | None):
-    critic = (
-        f"filter_groups is on with the estimator {advantage!r}, whose advantage comes from a "
-        "critic: groups without spread still teach it. Consider enable=False."
-    )
-    by_sum = (
-        "filter_groups.rule='sum' with GDPO drops groups whose components carry signal although "
-        "their sum is constant. Use 'all_components' or 'combined'."
-    )
-    self._warn(
-        ("critic", advantage in ("gae", "vapo", "critic"), critic),
-        ("sum", self.config.rule_name == "sum" and advantage == "gdpo", by_sum),
-    )
-
-# %% ../nbs/method/02_collector.ipynb #4cd528d4
 @patch
 def _warn_of_batch(self: GroupCollector, decision: GroupDecision):
     n, values = len(decision.keep_P), decision.values_NC
@@ -459,65 +462,35 @@ def _warn_of_batch(self: GroupCollector, decision: GroupDecision):
     invalid = int(values.isnan().all(1).sum())
     dropped, kept = (self.tally[f"{k}_signal"] for k in ("dropped_with", "kept_without"))
     cause, why = _likely_cause(decision.counts())
-    self._warn(
-        (
-            "acc",
-            graded and self.config.metrics == ("acc",),
-            f"Filter metric 'acc' has {graded} of {values.numel()} values that are neither 0 nor 1. If it is a "
-            "graded score, groups hardly ever tie and the filter does little: filter by a 0/1 metric.",
-        ),
-        (
-            "nan",
-            invalid,
-            f"{invalid} of {len(values)} samples have no valid filter metric (NaN or None); they are left "
-            "out of their group's decision and counted in filter/invalid.",
-        ),
-        (
-            f"all filtered: {cause}",
-            not decision.num_kept,
-            f"All {n} groups of a generation batch were filtered. Likely cause: {why}.",
-        ),
-        (
-            "reward",
-            dropped or kept,
-            f"The filter metric and the trained reward disagree: {dropped} of {n} groups were dropped although "
-            f"their reward varies, {kept} kept although it is constant "
-            "(filter/dropped_with_signal, filter/kept_without_signal).",
-        ),
-    )
+    holds = {
+        "acc": graded and self.config.metrics == ("acc",),
+        "nan": invalid,
+        f"all filtered: {cause}": not decision.num_kept,
+        "reward": dropped or kept,
+    }
+    counts = {"graded": graded, "invalid": invalid, "dropped": dropped, "kept": kept, "n": n}
+    self._warn(holds, **counts, samples=len(values), numbers=values.numel(), why=why)
 
-# %% ../nbs/method/02_collector.ipynb #43d7bfe9
+# %% ../nbs/method/02_collector.ipynb #a5394ffc
 @patch
 def _warn_of_steps(self: GroupCollector, dropped: int):
-    t, stale = self.tally, self.tally["stale"]
-    text = f"{stale} carried groups were older than max_staleness={self.config.max_staleness} updates and were dropped (filter/stale)."
-    self._warn(("stale", stale, text))
-    counts = {k: t[k] for k in ("groups", "kept")} | {"filtered": t["groups"] - t["kept"]}
-    counts |= {"high": self.reasons["all_high"], "low": self.reasons["all_low"], "dropped": dropped}
+    stale = self.tally["stale"]
+    self._warn({"stale": stale}, stale=stale, limit=self.config.max_staleness)
+    counts = self._counts() | {"dropped": dropped}
+    del counts["rate"]
     self.window = [*self.window, counts][-20:]
-    if len(self.window) == 20:
-        self._warn(*_rate_warnings({k: sum(step[k] for step in self.window) for k in counts}))
-
-
-def _rate_warnings(total: Mapping[str, int]) -> list[tuple[str, bool, str]]:
+    total = {k: sum(step[k] for step in self.window) for k in counts}
     rate, high, low = (total[k] / max(total["groups"], 1) for k in ("filtered", "high", "low"))
-    lost, over = total["dropped"] / max(total["kept"], 1), "over the last 20 steps"
-    too_high = (
-        f"{rate:.1%} of the groups were filtered {over}: most samples are thrown away. The tasks do not fit the "
-        "policy, or the reward cannot tell answers apart."
-    )
-    too_low = f"Only {rate:.1%} of the groups were filtered {over}: the filter changes little."
-    surplus = (
-        f"{total['dropped']} of {total['kept']} kept groups ({lost:.1%}) did not fit and were dropped {over}. "
-        "Set surplus='carry', sizing='adaptive' or a smaller gen_batch_size."
-    )
-    return [
-        ("rate high", rate > 0.9, too_high),
-        ("rate low", rate < 0.05, too_low),
-        ("easy", high > 0.5, f"{high:.1%} of the groups were all right {over}: too easy tasks."),
-        ("hard", low > 0.5, f"{low:.1%} of the groups were all wrong {over}: too hard tasks."),
-        ("surplus", lost > 0.3, surplus),
-    ]
+    lost = total["dropped"] / max(total["kept"], 1)
+    holds = {
+        "rate high": rate > 0.9,
+        "rate low": rate < 0.05,
+        "easy": high > 0.5,
+        "hard": low > 0.5,
+        "surplus": lost > 0.3,
+    }
+    if len(self.window) == 20:
+        self._warn(holds, **total | {"rate": rate, "high": high, "low": low, "lost": lost})
 
 # %% ../nbs/method/02_collector.ipynb #a288468c
 _PLAIN = "status num_held gen_steps policy_version filter_rate seen window warnings".split()
