@@ -13,33 +13,41 @@ from pathlib import Path
 from typing import Any
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #4087a695
-_PATTERNS = {  # fact: the text it is found in
-    "generated": r"Generated batch (\d+), (\d+) prompts(?:, (\d+) trajectories)?",
-    "total": r"Total prompts: (\d+)",
-    "filtered": r"Filtered(?: \(std=0\): (?=\d+\b)|: (?=\d+ prompts))(\d+)(?: prompts with std=0)?(?: \((\d+(?:\.\d+)?)%\))?",
-    "kept": r"Kept(?: \(std>0\): (?=\d+\b)|: (?=\d+ prompts))(\d+)(?: prompts with std>0)?(?: \((\d+(?:\.\d+)?)%\))?",
-    "mean_std": r"Mean std: (\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan)",
-    "accumulated": r"Accumulated(?: prompts)?: (\d+)(?: prompts| / (\d+))",
-    "compared": r"num_prompt_in_batch=(\d+) (?:<|>=) prompt_bsz=(\d+)",
-    "more": r"num_gen_batches=(\d+)\. (?:Keep|Continue) generating",
-    "cap": r"num_gen_batches=(\d+) ?>= ?(?:self\.)?max_num_gen_batches=(\d+)",
-    "full": r"(?:Collected enough data|Enough data collected)\.(?: Taking first (\d+) trajectories)?",
-    "partial": r"Training on a partial batch: (\d+) trajectories",
-    "skipped": r"Skipping the step: (\w+)",
-    "num_gen_batches": r"train/num_gen_batches['\"]? ?[:=] ?(\d+(?:\.\d+)?)",
-    "filter_rate": r"train/filter_rate['\"]? ?[:=] ?(\d+(?:\.\d+)?)",
+_PATTERNS = {  # what a line says: the text it is found in, with names for its numbers
+    "generated": r"Generated batch (?P<batch>\d+), (?P<prompts>\d+) prompts(?:, (?P<trajectories>\d+) trajectories)?",
+    "total": r"Total prompts: (?P<prompts>\d+)",
+    "filtered": r"Filtered(?: \(std=0\): (?=\d+\b)|: (?=\d+ prompts))(?P<filtered>\d+)(?: prompts with std=0)?"
+    r"(?: \((?P<filtered_printed>\d+(?:\.\d+)?)%\))?",
+    "kept": r"Kept(?: \(std>0\): (?=\d+\b)|: (?=\d+ prompts))(?P<kept>\d+)(?: prompts with std>0)?"
+    r"(?: \((?P<kept_printed>\d+(?:\.\d+)?)%\))?",
+    "mean_std": r"Mean std: (?P<mean_std>\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan)",
+    "accumulated": r"Accumulated(?: prompts)?: (?P<accumulated>\d+)(?: prompts| / (?P<target>\d+))",
+    "compared": r"num_prompt_in_batch=(?P<accumulated>\d+) (?:<|>=) prompt_bsz=(?P<target>\d+)",
+    "more": r"num_gen_batches=(?P<batch>\d+)\. (?:Keep|Continue) generating",
+    "cap": r"num_gen_batches=\d+ ?>= ?(?:self\.)?max_num_gen_batches=\d+",
+    "full": r"(?:Collected enough data|Enough data collected)\.",
+    "partial": r"Training on a partial batch: \d+ trajectories",
+    "skipped": r"Skipping the step: \w+",
+    "num_gen_batches": r"train/num_gen_batches['\"]? ?[:=] ?(?P<num_gen_batches>\d+(?:\.\d+)?)",
+    "filter_rate": r"train/filter_rate['\"]? ?[:=] ?(?P<filter_rate>\d+(?:\.\d+)?)",
 }
 _HINT = re.compile(  # a line that should have been understood
     r"Generated batch|Filtered(?: \(std|:)|Kept(?: \(std|:)|Accumulated|num_prompt_in_batch|num_gen_batches|[Ee]nough data"
 )
-_WORKER = re.compile(r"\((\w+ pid=\d+)[^)]*\)|\[?\brank[ :=]?(\d+)\b\]?", re.IGNORECASE)
-_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #b3788b3d
-def _match_line(line: str) -> list[tuple[str, tuple]]:
-    "Facts in a line with their captured texts; several may share a line."
+def _match_line(line: str) -> list[tuple[str, dict]]:
+    "What a line says, with the numbers in it; a percentage stays the text that was printed."
+
+    def number(name, text):
+        return text if name.endswith("_printed") else int(text) if text.isdigit() else float(text)
+
     found = ((fact, re.search(text, line)) for fact, text in _PATTERNS.items())
-    return [(fact, match.groups()) for fact, match in found if match]
+    return [
+        (fact, {k: number(k, v) for k, v in match.groupdict().items() if v is not None})
+        for fact, match in found
+        if match
+    ]
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #1c3c4868
 class _Reader:
@@ -65,12 +73,13 @@ class _Reader:
         self.batch = facts
         batches.append(facts)
 
-    def note(self, fact: str, value: float, **more):
-        "Store a fact in the open batch, or in a new one if it is known already or the step has ended."
+    def note(self, facts: dict):
+        "Store facts in the open batch, or in a new one if the first is known already or the step has ended."
         ended = not self.steps or self.steps[-1]["outcome"] != "open"
-        if ended or self.batch is None or self.batch.get(fact, value) != value:
+        name, value = next(iter(facts.items()))
+        if ended or self.batch is None or self.batch.get(name, value) != value:
             self.open_batch({})
-        self.batch |= {fact: value} | {k: v for k, v in more.items() if v is not None}
+        self.batch |= facts
 
     def number(self, index: int):
         "verl prints the index last: if it does not grow, the open batch had begun a new step."
@@ -85,26 +94,19 @@ class _Reader:
         self.batch = batch
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #35d806be
-def _take_in(reader: _Reader, fact: str, texts: tuple):
+def _take_in(reader: _Reader, fact: str, numbers: dict):
     "Tell the reader one fact of a line."
     if fact == "generated":
-        given = zip(("batch", "prompts", "trajectories"), texts)
-        reader.open_batch({name: int(text) for name, text in given if text is not None})
-    elif fact == "total":
-        reader.note("prompts", int(texts[0]))
-    elif fact in ("filtered", "kept"):
-        reader.note(fact, int(texts[0]), **{f"{fact}_printed": texts[1]})
-    elif fact == "mean_std":
-        reader.note(fact, float(texts[0]))
-    elif fact in ("accumulated", "compared"):
-        reader.note("accumulated", int(texts[0]), target=int(texts[1]) if texts[1] else None)
+        reader.open_batch(numbers)
     elif fact == "more":
-        reader.number(int(texts[0]))
+        reader.number(numbers["batch"])
+    elif fact in ("cap", "full", "partial", "skipped", "num_gen_batches", "filter_rate"):
+        _end_of_step(reader, fact, numbers)
     else:
-        _end_of_step(reader, fact, texts)
+        reader.note(numbers)
 
-
-def _end_of_step(reader: _Reader, fact: str, texts: tuple):
+# %% ../../nbs/lab/02_filter_logs.ipynb #28a30ddc
+def _end_of_step(reader: _Reader, fact: str, numbers: dict):
     "An outcome, or a metric of the whole step, which is over by then."
     last = reader.steps[-1] if reader.steps else None
     if fact in ("cap", "full", "partial", "skipped"):
@@ -113,7 +115,7 @@ def _end_of_step(reader: _Reader, fact: str, texts: tuple):
         step["outcome"] = fact
     else:
         step = reader.step() if last is None or fact in last else last
-        step[fact] = float(texts[0])
+        step |= numbers
         if step["outcome"] != "open":
             return
         step["outcome"] = "full"
@@ -224,9 +226,6 @@ def _log_summary(rows: list[dict], steps: list[dict], num_lines: int, unread: in
     }
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #6bd8ab93
-_COLUMNS = "worker step batch prompts trajectories filtered kept filter_rate mean_std accumulated target inferred issues".split()
-
-
 def parse_filter_logs(
     source: str | Path,  # a file, or the text of a log
 ) -> tuple[Any, dict]:  # DataFrame with one row per generation batch, and a summary
@@ -234,22 +233,24 @@ def parse_filter_logs(
     import pandas as pd
 
     readers: dict[str, _Reader] = {}
-    lines = [_ANSI.sub("", line) for line in _log_text(source).splitlines()]
+    lines = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", _log_text(source)).splitlines()  # no colours
+    worker_of = re.compile(r"\((\w+ pid=\d+)[^)]*\)|\[?\brank[ :=]?(\d+)\b\]?", re.IGNORECASE)
     unread = 0
     for line in lines:
         facts = _match_line(line)
         unread += not facts and bool(_HINT.search(line))
-        worker = _WORKER.search(line) if facts else None
+        worker = worker_of.search(line) if facts else None
         name = next(filter(None, worker.groups()), "") if worker else ""
-        for fact, texts in facts:
-            _take_in(readers.setdefault(name, _Reader()), fact, texts)
+        for fact, numbers in facts:
+            _take_in(readers.setdefault(name, _Reader()), fact, numbers)
     rows, steps = [], []
     for worker, reader in readers.items():
         for step in reader.steps:
             mine = _step_rows(step)
             steps.append(_step_summary(step, mine) | {"worker": worker, "step": len(steps) + 1})
             rows += [row | {"worker": worker, "step": len(steps)} for row in mine]
-    frame = pd.DataFrame([{c: row.get(c) for c in _COLUMNS} for row in rows], columns=_COLUMNS)
+    columns = "worker step batch prompts trajectories filtered kept filter_rate mean_std accumulated target inferred issues"
+    frame = pd.DataFrame(rows, columns=columns.split())
     return frame, _log_summary(rows, steps, len(lines), unread)
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #6f845a86
