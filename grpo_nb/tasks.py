@@ -206,6 +206,9 @@ class _ListRows:
             )
         return dict(self.rows[i])
 
+    def block(self, start: int, stop: int) -> list[dict]:
+        return [self.row(i) for i in range(start, stop)]
+
 # %% ../nbs/method/01_tasks.ipynb #1a9accad
 def _gym_rows(dataset: str, size: int = 1000, seed: int = 0, **config) -> _ListRows:
     "The problems of a reasoning-gym generator; problem i depends on seed + i and is made when it is read."
@@ -270,10 +273,7 @@ def _feature_array(
 # %% ../nbs/method/01_tasks.ipynb #f1f08633
 def _row_blocks(rows: Any, size: int = 1 << 15) -> Iterator[tuple[int, list[dict]]]:
     "All rows, `size` at a time: the position of the first of a block, and the block."
-    for at in range(0, len(rows), size):
-        stop = min(at + size, len(rows))
-        whole = hasattr(rows, "block")
-        yield at, rows.block(at, stop) if whole else [rows.row(i) for i in range(at, stop)]
+    return ((at, rows.block(at, min(at + size, len(rows)))) for at in range(0, len(rows), size))
 
 # %% ../nbs/method/01_tasks.ipynb #85092822
 def _read_column(rows: Any, name: str, size: int = 1 << 15) -> np.ndarray:

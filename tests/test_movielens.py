@@ -31,8 +31,8 @@ from grpo_nb.update import UpdateConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_wheel = pytest.mark.skipif(
-    ml.find_ml100k() is None,
-    reason=f"MovieLens-100k is not installed: pip install --no-deps {ml.RECBOLE}",
+    ml._find_ml100k() is None,
+    reason=f"MovieLens-100k is not installed: pip install --no-deps {ml._RECBOLE}",
 )
 
 
@@ -51,7 +51,7 @@ def task(folder):
 
 def test_the_package_that_carries_the_data_is_not_imported():
     code = (
-        "import sys; from grpo_nb.applications.movielens import find_ml100k; find_ml100k(); "
+        "import sys; from grpo_nb.applications.movielens import _find_ml100k; _find_ml100k(); "
         "print([m for m in ('recbole', 'transformers', 'pandas') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -59,7 +59,7 @@ def test_the_package_that_carries_the_data_is_not_imported():
 
 
 def test_a_missing_wheel_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(ml, "find_ml100k", lambda: None)
+    monkeypatch.setattr(ml, "_find_ml100k", lambda: None)
     with pytest.raises(FileNotFoundError, match="pip install --no-deps recbole==1.2.1"):
         ml.load_movies(source="ml-100k")
     assert ml.load_movies(50).source == "generated"
@@ -67,7 +67,7 @@ def test_a_missing_wheel_is_named(monkeypatch, capsys):
 
 
 def test_generated_films_have_the_schema_and_tastes():
-    data = ml.generated_movies(seed=3)
+    data = ml._generated_movies(seed=3)
     assert {g for f in data.films for g in f.genres} <= set(ml._GENRES)
     assert all(isinstance(f.year, int) and f.genres for f in data.films)
     assert len(data.user_E) == len(data.film_E) == len(data.rating_E)
@@ -293,30 +293,30 @@ def test_the_warm_start_is_seeded():
         ml.load_movies(100, "generated"),
         ml.WarmStart(hidden=16, layers=1, steps=3, batch=4),
     )
-    tokenizer, users = ml.film_tokenizer(data.films), list(data.liked())
+    tokenizer, users = ml._film_tokenizer(data.films), list(data.liked())
     weights = []
     for _ in range(2):
-        model = ml.film_model(tokenizer, config)
-        ml.warm_start(model, ml.liked_lists(data, users, tokenizer, config), config)
+        model = ml._film_model(tokenizer, config)
+        ml._warm_start(model, ml._liked_lists(data, users, tokenizer, config), config)
         weights.append(torch.cat([p.flatten() for p in model.parameters()]))
         torch.rand(7)  # the global generator must not matter
     assert torch.equal(*weights)
 
 
 def test_unknown_text_is_refused_by_the_tokenizer():
-    tokenizer = ml.film_tokenizer([ml.Film("Heat", 1995, ())])
+    tokenizer = ml._film_tokenizer([ml.Film("Heat", 1995, ())])
     with pytest.raises(Exception, match="(?i)unk"):
         tokenizer("Fargo (1996)")
 
 
 def test_a_film_listed_twice_has_the_risks_of_both():
     films = [ml.Film("Heat", 1995, g) for g in (("Crime",), ("Comedy",), ())]
-    assert ml.genre_risks(films) == {"Heat (1995)": {"fright": 0.3, "violence": 0.7}}
+    assert ml._genre_risks(films) == {"Heat (1995)": {"fright": 0.3, "violence": 0.7}}
 
 
 @needs_wheel
 def test_movielens_is_read_whole():
-    data = ml.read_ml100k(ml.find_ml100k())
+    data = ml._read_ml100k(ml._find_ml100k())
     assert len(data.films) == 1682 - 2 - data.excluded["films listed twice"]
     assert len(data.user_E) + data.excluded["ratings of films without a year"] == 100_000
     assert len(np.unique(data.user_E)) == 943 and set(np.unique(data.rating_E)) == {1, 2, 3, 4, 5}
@@ -330,11 +330,11 @@ def test_every_movielens_line_is_read_back():
     for film in top.films:
         title, year = read_item(film.line)
         assert (normalise_title(title), year) == (normalise_title(film.title), film.year)
-    tokenizer = ml.film_tokenizer(top.films)
+    tokenizer = ml._film_tokenizer(top.films)
     text = "".join(f.line + "\n" for f in top.films)
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == 900 and tokenizer.decode(ids) == text
-    oracle = SafetyOracle(ml.genre_risks(top.films), unknown="unsafe")
+    oracle = SafetyOracle(ml._genre_risks(top.films), unknown="unsafe")
     share = [
         np.mean([oracle.violates(f.title, f.year, [t]) for f in top.films]) for t in oracle.traits
     ]
