@@ -121,7 +121,7 @@ def add(
             self.values[n, r] = self._file(n, r, value, result)
             self.ms_NR[n, r] = result.ms
 
-
+# %% ../nbs/method/03_reward_runner.ipynb #992fe5f6
 @patch
 def _widen(self: _RewardRecord, row: tuple[int, ...], n: int, r: int) -> None:
     "Make room for rows of K ranks, and a number counts at each; rows of another length are a RewardError."
@@ -156,7 +156,7 @@ def _file(self: _RewardRecord, n: int, r: int, value: Any, result: CallResult) -
     self._stop_if_most_fail(name, result.error)
     return np.nan if policy == "skip" else float(policy)
 
-
+# %% ../nbs/method/03_reward_runner.ipynb #cbf3c669
 @patch
 def failed(self: _RewardRecord, name: str) -> list[Failure]:
     "The failures of a component."
@@ -216,7 +216,7 @@ class RewardRunner:
     def __repr__(self) -> str:
         return f"RewardRunner({', '.join(self.components)}; workers={self.config.workers})"
 
-
+# %% ../nbs/method/03_reward_runner.ipynb #1761df1b
 def _named_specs(functions: Mapping[str, Callable] | Sequence[Callable]) -> list[RewardSpec]:
     "One spec per function, each with a name of its own: weights, filters and metrics speak of components by name."
     if isinstance(functions, Mapping):
@@ -283,7 +283,7 @@ def _score(self: RewardRunner, record: _RewardRecord, columns: dict, n: int) -> 
                 record.add(self.columns[i], range(done, done + result.n), result)
                 done += result.n
 
-
+# %% ../nbs/method/03_reward_runner.ipynb #0178ff99
 @patch
 def _seeds(self: RewardRunner, spec: RewardSpec, n: int) -> list[int]:
     "A seed per sample, for functions that ask for one."
@@ -291,7 +291,7 @@ def _seeds(self: RewardRunner, spec: RewardSpec, n: int) -> list[int]:
         return []
     return [seed_of(self.config.seed, spec.name, self.batches, i) for i in range(n)]
 
-# %% ../nbs/method/03_reward_runner.ipynb #0178ff99
+# %% ../nbs/method/03_reward_runner.ipynb #b289ad26
 @patch
 def _count(self: RewardRunner, record: _RewardRecord) -> None:
     "Update the metrics of this batch, and warn about failures."
@@ -306,7 +306,7 @@ def _count(self: RewardRunner, record: _RewardRecord) -> None:
             )
     self.batches += 1
 
-
+# %% ../nbs/method/03_reward_runner.ipynb #b2a1e03c
 @patch
 def metrics(self: RewardRunner) -> dict[str, float]:
     "Counts and milliseconds per sample of the last batch, by component, ready to log."

@@ -337,7 +337,7 @@ def run(
         _kill_all(self.workers, os.getpid())
         raise
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #4f030826
 @patch
 def _deadline(self: WorkerPool, which: int) -> float:
     "Seconds per sample of a function."
@@ -378,7 +378,7 @@ def _poll(self: WorkerPool, w: _Worker, heard: bool) -> None:
     elif (w.job or not w.ready) and time.monotonic() - w.since > w.limit:
         self._lost(w, "timeout", self._late(w))
 
-
+# %% ../nbs/method/02_reward_workers.ipynb #861be869
 @patch
 def _late(self: WorkerPool, w: _Worker) -> str:
     "What a worker did not do in time."

@@ -30,7 +30,7 @@ def _content_text(content: Any) -> str:
         raise ValueError(f"The content of a chat message must have text, got {_shown(content)}.")
     return "".join(texts)
 
-
+# %% ../nbs/method/02_verifiers.ipynb #000fcdbb
 def plain_text(
     completion: Any,  # text, or chat messages as a list of dicts
 ) -> str:
@@ -121,7 +121,7 @@ def _accepted_answers(wanted: Any, column: str) -> list[str]:
         )
     return [str(x) for x in out]
 
-
+# %% ../nbs/method/02_verifiers.ipynb #4ada210a
 def _same_answer(a: str, b: str, ignore_case: bool) -> bool:
     "Equal text, or equal values."
     a, b = " ".join(a.split()), " ".join(b.split())

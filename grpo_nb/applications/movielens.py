@@ -84,7 +84,7 @@ def _generated_movies(
     user_E = np.repeat(np.arange(300), ratings_per_user)
     return Movies(films, user_E, film_UE.ravel(), rating_UE.ravel(), "generated", {})
 
-
+# %% ../../nbs/applications/movielens.ipynb #a28093c4
 def _invented_films(rng: np.random.Generator, num_films: int) -> tuple[list[Film], np.ndarray]:
     "Films, and the taste that each pleases."
     names = rng.permutation(len(_FIRST) * len(_SECOND))[:num_films]
@@ -151,7 +151,7 @@ def _read_ml100k(
     rating_E = kept.rating.to_numpy(float)
     return Movies(list(films.values()), user_E, film_E, rating_E, "ml-100k", left)
 
-
+# %% ../../nbs/applications/movielens.ipynb #ffb854d6
 def _read_table(path: Path):  # a pandas frame of text
     "A tab-separated table whose header says `name:type`."
     import pandas as pd
@@ -411,7 +411,7 @@ def build_task(
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), "utf-8")
     return manifest
 
-
+# %% ../../nbs/applications/movielens.ipynb #7a9ef91a
 def _write_rows(folder: Path, name: str, rows: list[dict]) -> int:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
