@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ADVANTAGES', 'SCALE_FREE', 'GroupedRewards', 'grouped_rewards', 'grpo', 'dr_grpo', 'grpo_batch', 'rloo', 'loo_norm',
-           'gdpo', 'mo_grpo', 'warn_one_group', 'gdpo_verl', 'sa_mrpo', 'saw', 'dvao', 'gd2po', 'reinforce_pp_baseline',
-           'opo', 'gpg', 'passk', 'gate', 'spread_to_tokens', 'advantage_metrics', 'warn_cancelled_scales', 'Gate',
-           'AdvantageConfig', 'Advantages', 'weights_by_name', 'compute_advantages']
+           'gdpo', 'mo_grpo', 'gdpo_verl', 'sa_mrpo', 'saw', 'dvao', 'gd2po', 'reinforce_pp_baseline', 'opo', 'gpg',
+           'passk', 'gate', 'spread_to_tokens', 'warn_cancelled_scales', 'Gate', 'AdvantageConfig', 'Advantages',
+           'weights_by_name', 'compute_advantages']
 
 # %% ../nbs/method/01_advantages.ipynb #d54dc8a0
 import inspect
@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .config import NonNegative, check_number, configuration, number_in, one_of, unknown_name
-from .core import Groups, GroupStats, Registry, group_centre, group_stats, integer_ids
+from .core import Groups, GroupStats, Registry, group_centre, group_stats
 from .processes import all_reduce
 
 # %% ../nbs/method/01_advantages.ipynb #f2e55959
@@ -39,63 +39,52 @@ class GroupedRewards:
     processes: Any  # a process group, if the batch is spread over processes
     dtype: torch.dtype  # of the result
 
+    def count(self, x: Tensor) -> Tensor:
+        "How many values the group of each value has."
+        return self.groups.expand(self.groups.sum(~x.isnan()))
+
+    def centre(self, x: Tensor) -> Tensor:
+        "Distance of each value from the mean of its group."
+        d = group_centre(x, self.groups)
+        return torch.where(self.count(x) == 1, x, d) if self.raw_singles else d
+
+    def std_P(self, x: Tensor, ddof: int = 1) -> Tensor:
+        "Deviation of each group; 0 where it is constant or has too few values."
+        d = group_centre(x, self.groups)
+        n, square = self.groups.sum(~d.isnan()), self.groups.sum((d * d).nan_to_num(0.0))
+        return torch.where(n > ddof, (square / (n - ddof)).sqrt(), 0.0)
+
+    def normalise(self, x: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
+        "(x - mean of the group) / (std of the group + eps); 0 where the group is constant."
+        d = group_centre(x, self.groups)
+        z = d * self.groups.expand(_inverse(self.std_P(x, ddof), eps))
+        return torch.where(self.count(x) == 1, x / (1 + eps), z) if self.raw_singles else z
+
+    def weighted_sum(self, x_NRK: Tensor) -> Tensor:  # (N, K)
+        "Components added with their weights; NaN adds nothing, unless it is all there is."
+        total = sum(w * x_NRK[:, k].nan_to_num(0.0) for k, w in enumerate(self.weights_R))
+        return torch.where(x_NRK.isnan().all(1), torch.nan, total)
+
+    @property
+    def total_NK(self) -> Tensor:
+        "The weighted sum of the raw rewards."
+        return self.weighted_sum(self.rewards_NRK)
+
     def result(self, values_NK: Tensor) -> Tensor:
         "Zero where nothing applies, in the caller's shape and dtype."
         values_NK = torch.where(self.ok_NK, values_NK, 0.0).to(self.dtype)
         return values_NK[:, 0] if self.flat else values_NK
 
-# %% ../nbs/method/01_advantages.ipynb #1bfc0706
-@patch
-def count(self: GroupedRewards, x: Tensor) -> Tensor:
-    "How many values the group of each value has."
-    return self.groups.expand(self.groups.sum(~x.isnan()))
 
-
-@patch
-def centre(self: GroupedRewards, x: Tensor) -> Tensor:
-    "Distance of each value from the mean of its group."
-    d = group_centre(x, self.groups)
-    return torch.where(self.count(x) == 1, x, d) if self.raw_singles else d
-
-
-@patch
-def std(self: GroupedRewards, x: Tensor, ddof: int = 1) -> Tensor:
-    "Deviation of the group of each value; 0 where it is constant or has too few values."
-    return self.groups.expand(self._std_P(group_centre(x, self.groups), ddof))
-
-
-@patch
-def _std_P(self: GroupedRewards, d: Tensor, ddof: int) -> Tensor:
-    n, square = self.groups.sum(~d.isnan()), self.groups.sum((d * d).nan_to_num(0.0))
-    return torch.where(n > ddof, (square / (n - ddof)).sqrt(), 0.0)
-
-
-@patch
-def normalise(self: GroupedRewards, x: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
-    "(x - mean of the group) / (std of the group + eps); 0 where the group is constant."
+def _inverse(std: Tensor, eps: float) -> Tensor:
+    "1 / (std + eps), and 0 for a deviation of 0."
     check_number("eps", eps, 0)
-    d = group_centre(x, self.groups)
-    std_P = self._std_P(d, ddof)
-    z = d * self.groups.expand(torch.where(std_P > 0, 1 / (std_P + eps), 0.0))
-    return torch.where(self.count(x) == 1, x / (1 + eps), z) if self.raw_singles else z
-
-# %% ../nbs/method/01_advantages.ipynb #dc3ba995
-@patch
-def weighted_sum(self: GroupedRewards, x_NRK: Tensor) -> Tensor:  # (N, K)
-    "Components added with their weights; what does not apply adds nothing, NaN where nothing applies."
-    total = sum(w * x_NRK[:, k].nan_to_num(0.0) for k, w in enumerate(self.weights_R))
-    return torch.where(x_NRK.isnan().all(1), torch.nan, total)
-
-
-@patch(as_prop=True)
-def total_NK(self: GroupedRewards) -> Tensor:
-    "The weighted sum of the raw rewards."
-    return self.weighted_sum(self.rewards_NRK)
+    return torch.where(std > 0, 1 / (std + eps), 0.0)
 
 # %% ../nbs/method/01_advantages.ipynb #d255ae76
 @patch
 def batch_stats(self: GroupedRewards, x_NK: Tensor, ddof: int = 1) -> GroupStats:
-    "Statistics of all values of the batch: it is one more group."
+    "Statistics of all values of the batch."
     x = torch.where(self.ok_NK, x_NK, torch.nan).flatten()
     index = torch.zeros_like(x, dtype=torch.long)
     s = group_stats(x, Groups(index, index.new_tensor([len(x)]), self.processes), ddof)
@@ -103,20 +92,24 @@ def batch_stats(self: GroupedRewards, x_NK: Tensor, ddof: int = 1) -> GroupStats
 
 
 @patch
-def batch_sum(self: GroupedRewards, x: Tensor) -> Tensor:
-    "Sum over the samples of all processes."
-    return all_reduce(x.double().sum(0), self.processes)
-
-
-@patch
 def whiten(self: GroupedRewards, x_NK: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
     "(x - mean of the batch) / (std of the batch + eps), over responses."
-    check_number("eps_batch", eps, 0)
     s = self.batch_stats(x_NK, ddof)
     mean = torch.where(s.mean.abs() <= 1e-12 * s.max.maximum(-s.min), 0.0, s.mean)
     # sums of normalised rewards are of the size of the weights: anything far below is rounding
     noise = 1e-12 * sum(map(abs, self.weights_R)) + 1e-13 * mean.abs()
-    return (x_NK - mean) * torch.where(s.std > noise, 1 / (s.std + eps), 0.0)
+    return (x_NK - mean) * _inverse(torch.where(s.std > noise, s.std, 0.0), eps)
+
+# %% ../nbs/method/01_advantages.ipynb #9bd86bff
+def _batch_sum(r: GroupedRewards, x: Tensor) -> Tensor:
+    "Sum over the samples of all processes."
+    return all_reduce(x.double().sum(0), r.processes)
+
+
+def _count_groups(r: GroupedRewards, table_P: Tensor) -> Tensor:
+    "How many groups of all processes; groups that are spread over them are in every table."
+    count = table_P.double().sum()
+    return count if r.groups.processes is not None else all_reduce(count, r.processes)
 
 # %% ../nbs/method/01_advantages.ipynb #901c139a
 def grouped_rewards(
@@ -128,7 +121,6 @@ def grouped_rewards(
     missing: str = "excluded",  # masked cells in group statistics: "excluded" or "zero_in_stats"
     singleton: str = "zero",  # a group with one valid sample: "zero", or "raw" (its reward, as verl)
     processes: Any = None,  # a process group, if the batch is spread over processes
-    spread: bool = False,  # groups have members on several processes (same integer ids there)
     dtype: torch.dtype = torch.float32,  # of the result; float64 to compare with other implementations
 ) -> GroupedRewards:
     "Check rewards, groups, weights and masks."
@@ -136,46 +128,38 @@ def grouped_rewards(
     one_of("singleton", singleton, ("zero", "raw"))
     x, flat = _rewards_NRK(rewards)
     n, r, k = x.shape
-    weights = _weights(weights, r)
-    groups = _spread_groups(group_N, processes, x.device) if spread else Groups.of(group_N)
+    weights, groups = _weight_list(weights, r), Groups.of(group_N).to(x.device)
     if len(groups) != n:
         raise ValueError(f"{n} rewards for {len(groups)} group ids: both need one per sample.")
     ok = torch.ones(n, k, dtype=torch.bool, device=x.device)
     if mask_NK is not None:
         mask = torch.as_tensor(mask_NK, device=x.device).bool()
-        mask = mask[:, None] if mask.ndim == 1 else mask
-        if mask.ndim != 2 or len(mask) != n or mask.shape[1] not in (1, k):
-            raise ValueError(f"mask_NK must be ({n},) or ({n}, {k}), got {tuple(mask.shape)}.")
-        ok = mask.expand(n, k)
+        ok = (mask[:, None] if mask.ndim == 1 else mask).expand(n, k)
         x = torch.where(ok[:, None], x, torch.nan if missing == "excluded" else 0.0)
     ok = ok & ~x.isnan().all(1)
-    groups, raw = groups.to(x.device), singleton == "raw"
-    return GroupedRewards(x, groups, weights, ok, flat, raw, processes, dtype)
+    return GroupedRewards(x, groups, weights, ok, flat, singleton == "raw", processes, dtype)
 
 # %% ../nbs/method/01_advantages.ipynb #c87777bd
 def _rewards_NRK(rewards) -> tuple[Tensor, bool]:
     "Rewards as float64 (N, R, K), and whether they came without ranks."
-    x = rewards
-    if not isinstance(x, Tensor):
-        x = torch.from_numpy(np.asarray(x, dtype=np.float64, order="C"))
-    if not 1 <= x.ndim <= 3 or 0 in x.shape[1:]:
-        raise ValueError(f"Rewards must be (N,), (N, R) or (N, R, K), got {tuple(x.shape)}.")
-    if x.is_complex():
-        raise ValueError(f"Rewards must be real numbers, got {x.dtype}.")
-    flat = x.ndim < 3
-    x = x.detach().double().reshape(len(x), *(x.shape[1:] or (1,)), *([1] if flat else []))
-    if x.isinf().any():
-        at = x.isinf().nonzero()[0].tolist()
-        raise ValueError(f"Infinite reward at sample {at[0]}, component {at[1]}.")
-    large = x[x.abs() > 1e100]
-    if len(large):
+    x = rewards if isinstance(rewards, Tensor) else torch.from_numpy(np.array(rewards, np.float64))
+    if not 1 <= x.ndim <= 3 or 0 in x.shape[1:] or x.is_complex():
         raise ValueError(
-            f"A reward of {large[0].item():g}: the squares of numbers beyond 1e100 overflow."
+            f"Rewards must be real numbers (N,), (N, R) or (N, R, K), got {tuple(x.shape)} {x.dtype}."
+        )
+    x, flat = x.detach().double(), x.ndim < 3
+    x = x.reshape(len(x), *(x.shape[1:] or (1,)), *([1] if flat else []))
+    large = (x.abs() > 1e100).nonzero()
+    if len(large):
+        at = tuple(large[0].tolist())
+        raise ValueError(
+            f"A reward of {x[at].item():g} (sample {at[0]}, component {at[1]}): rewards must be "
+            "finite, and the squares of numbers beyond 1e100 overflow."
         )
     return x, flat
 
 
-def _weights(weights: Sequence[float] | None, r: int) -> list[float]:
+def _weight_list(weights: Sequence[float] | None, r: int) -> list[float]:
     "One finite number per component."
     if isinstance(weights, (str, int, float)):
         raise ValueError(f"weights must be a sequence of {r} numbers, got {weights!r}.")
@@ -185,33 +169,6 @@ def _weights(weights: Sequence[float] | None, r: int) -> list[float]:
     if not all(map(math.isfinite, weights)):
         raise ValueError(f"Weights must be finite numbers, got {weights}.")
     return weights
-
-
-def _spread_groups(group_N, processes: Any, device: torch.device) -> Groups:
-    "Groups whose members lie on several processes, under the same integer ids."
-    ids = integer_ids(group_N).to(device)
-    rows = int(all_reduce(ids.new_tensor(len(ids)), processes))
-    ends = (ids.amin(), ids.amax()) if len(ids) else ids.new_tensor([4 * rows, -1]).unbind()
-    low, high = (int(all_reduce(v, processes, op)) for v, op in zip(ends, ("min", "max")))
-    if low < 0 or high > 4 * rows:
-        raise ValueError(
-            f"Ids of groups spread over processes must lie in 0..4N, got {low}..{high} for {rows} "
-            "samples: number the groups of the whole batch from 0."
-        )
-    size = all_reduce(torch.bincount(ids, minlength=high + 1), processes)
-    return Groups(ids, size, processes)
-
-
-def _lengths(lengths_N: Tensor | Sequence | None, like: Tensor) -> Tensor:
-    "Tokens of each response as float64."
-    if lengths_N is None:
-        raise ValueError("This needs lengths_N: the number of tokens of each response.")
-    lengths = torch.as_tensor(lengths_N, device=like.device)
-    if lengths.shape != like.shape[:1] or lengths.is_floating_point() or (lengths < 0).any():
-        raise ValueError(
-            f"lengths_N must be {len(like)} integers >= 0, got shape {tuple(lengths.shape)} {lengths.dtype}."
-        )
-    return lengths.double()
 
 # %% ../nbs/method/01_advantages.ipynb #48d609ac
 ADVANTAGES = Registry("advantage")
@@ -238,14 +195,13 @@ def dr_grpo(rewards, group_N, weights=None, **batch) -> Tensor:
     r = grouped_rewards(rewards, group_N, weights, **batch)
     return r.result(r.centre(r.total_NK))
 
-
+# %% ../nbs/method/01_advantages.ipynb #711a1d09
 @ADVANTAGES.register("grpo_batch")
 def grpo_batch(rewards, group_N, weights=None, *, eps=1e-4, ddof=1, **batch) -> Tensor:
     "Reward minus the group's mean, over the deviation of all raw rewards of the batch."
-    check_number("eps", eps, 0)
     r = grouped_rewards(rewards, group_N, weights, **batch)
     std = r.batch_stats(r.total_NK, ddof).std
-    return r.result(r.centre(r.total_NK) * torch.where(std > 0, 1 / (std + eps), 0.0))
+    return r.result(r.centre(r.total_NK) * _inverse(std, eps))
 
 # %% ../nbs/method/01_advantages.ipynb #242955b7
 @ADVANTAGES.register("rloo")
@@ -255,26 +211,18 @@ def rloo(rewards, group_N, weights=None, **batch) -> Tensor:
     total, n = r.total_NK, r.count(r.total_NK)
     return r.result(r.centre(total) * n / (n - 1).clamp(min=1))
 
-
+# %% ../nbs/method/01_advantages.ipynb #641a92ae
 @ADVANTAGES.register("loo_norm")
 def loo_norm(rewards, group_N, weights=None, *, eps=1e-4, ddof=1, **batch) -> Tensor:
     "Reward minus the others' mean, over the others' deviation; not divided where the others are equal."
-    check_number("eps", eps, 0)
     r = grouped_rewards(rewards, group_N, weights, **batch)
-    total, n = r.total_NK, r.count(r.total_NK)
-    lead = r.centre(total) * n / (n - 1).clamp(min=1)  # over the mean of the others
-    m2 = r.std(total, 0) ** 2 * n
-    variance = (m2 - lead * r.centre(total)) / (n - 1 - ddof).clamp(min=1)
-    divide = ~_others_equal(r, total) & (n - 1 > ddof)
-    return r.result(torch.where(divide, lead / (variance.clamp(min=0).sqrt() + eps), lead))
-
-
-def _others_equal(r: GroupedRewards, x: Tensor) -> Tensor:
-    "Whether all siblings of a sample have the same value."
-    s = group_stats(x, r.groups)
-    low, high, n = (r.groups.expand(v) for v in (s.min, s.max, s.count))
-    lowest, highest = (r.groups.expand(r.groups.sum(x == v)) for v in (low, high))
-    return ((x == high) & (lowest >= n - 1)) | ((x == low) & (highest >= n - 1))
+    d_NK, n = r.centre(r.total_NK), r.count(r.total_NK)
+    lead_NK = d_NK * n / (n - 1).clamp(min=1)  # over the mean of the others
+    square_NK = r.groups.expand(r.std_P(r.total_NK, 0)) ** 2 * n
+    others_NK = square_NK - lead_NK * d_NK  # the same without this sample; below: rounding
+    others_NK = torch.where(others_NK > 1e-13 * square_NK, others_NK, 0.0)
+    std_NK = (others_NK / (n - 1 - ddof).clamp(min=1)).sqrt() * (n - 1 > ddof)
+    return r.result(torch.where(std_NK > 0, lead_NK * _inverse(std_NK, eps), lead_NK))
 
 # %% ../nbs/method/01_advantages.ipynb #5686c038
 @ADVANTAGES.register("gdpo")
@@ -293,11 +241,11 @@ def gdpo(
     r = grouped_rewards(rewards, group_N, weights, **batch)
     if one_of("single", single, ("grpo", "whiten")) == "grpo" and len(r.weights_R) == 1:
         return grpo(rewards, group_N, weights, eps=eps, ddof=ddof, **batch)
-    warn_one_group(r)
+    _warn_one_group(r)
     z_NRK = r.normalise(r.rewards_NRK, eps, ddof)
     return r.result(r.whiten(r.weighted_sum(z_NRK), eps_batch, ddof))
 
-
+# %% ../nbs/method/01_advantages.ipynb #ec5b8316
 @ADVANTAGES.register("mo_grpo")
 def mo_grpo(rewards, group_N, weights=None, *, eps=1e-4, ddof=1, **batch) -> Tensor:
     "Weighted sum of the rewards normalised one by one in their group: GDPO without its batch stage."
@@ -305,10 +253,9 @@ def mo_grpo(rewards, group_N, weights=None, *, eps=1e-4, ddof=1, **batch) -> Ten
     return r.result(r.weighted_sum(r.normalise(r.rewards_NRK, eps, ddof)))
 
 
-def warn_one_group(r: GroupedRewards) -> None:
+def _warn_one_group(r: GroupedRewards) -> None:
     "A batch stage over one group undoes what it is for: say so."
-    groups = (r.groups.size_P > 0).sum()
-    if (groups if r.groups.processes is not None else all_reduce(groups, r.processes)) == 1:
+    if _count_groups(r, r.groups.size_P > 0) == 1:
         warnings.warn(
             "GDPO's batch stage over a single group only rescales that group: the relative strength "
             "between groups, which it is there for, needs at least two groups in the batch.",
@@ -316,18 +263,6 @@ def warn_one_group(r: GroupedRewards) -> None:
         )
 
 # %% ../nbs/method/01_advantages.ipynb #29ef814b
-@patch
-def whiten_tokens(self: GroupedRewards, x_NK: Tensor, lengths_N: Tensor | Sequence) -> Tensor:
-    "The same with every token as one observation, as verl does."
-    tokens = torch.where(self.ok_NK, _lengths(lengths_N, x_NK)[:, None], 0.0)
-    x = torch.where(tokens > 0, x_NK, 0.0)
-    n, total = self.batch_sum(torch.stack([tokens, tokens * x], -1).flatten(0, 1))
-    d = torch.where(tokens > 0, x - total / n, 0.0)
-    m2 = self.batch_sum((tokens * d * d).flatten())
-    noise = 1e-12 * sum(map(abs, self.weights_R))
-    return d * torch.where(m2 > n * noise**2, (m2 / (n - 1) + 1e-8).rsqrt(), 0.0)
-
-
 @ADVANTAGES.register("gdpo_verl")
 def gdpo_verl(
     rewards,
@@ -337,32 +272,43 @@ def gdpo_verl(
     lengths_N=None,
     eps=1e-6,
     ddof=1,
-    norm_adv_by_std: bool = True,  # False: rewards are only centred
+    norm_adv_by_std=True,
     **batch,
 ) -> Tensor:
     "GDPO as verl computes it: whitened over tokens, also with one reward."
     r = grouped_rewards(rewards, group_N, weights, **batch)
     z_NRK = r.normalise(r.rewards_NRK, eps, ddof) if norm_adv_by_std else r.centre(r.rewards_NRK)
-    return r.result(r.whiten_tokens(r.weighted_sum(z_NRK), lengths_N))
+    return r.result(_whiten_tokens(r, r.weighted_sum(z_NRK), lengths_N))
+
+
+def _whiten_tokens(r: GroupedRewards, x_NK: Tensor, lengths_N: Tensor | Sequence) -> Tensor:
+    "Whitened over the batch with every token as one observation."
+    tokens = _tokens_NK(r, lengths_N)
+    x = torch.where(tokens > 0, x_NK, 0.0)
+    n, total = _batch_sum(r, torch.stack([tokens, tokens * x], -1).flatten(0, 1))
+    d = torch.where(tokens > 0, x - total / n, 0.0)
+    m2 = _batch_sum(r, (tokens * d * d).flatten())
+    noise = 1e-12 * sum(map(abs, r.weights_R))
+    return d * torch.where(m2 > n * noise**2, (m2 / (n - 1) + 1e-8).rsqrt(), 0.0)
+
+
+def _tokens_NK(r: GroupedRewards, lengths_N: Tensor | Sequence | None) -> Tensor:
+    "Tokens of each response."
+    if lengths_N is None:
+        raise ValueError("This needs lengths_N: the number of tokens of each response.")
+    lengths_N = torch.as_tensor(lengths_N, device=r.ok_NK.device).double()
+    return torch.where(r.ok_NK, lengths_N[:, None], 0.0)
 
 # %% ../nbs/method/01_advantages.ipynb #9956f600
-def _per_component(name: str, value: float | Sequence[float], r: GroupedRewards) -> list[float]:
-    n = len(r.weights_R)
-    values = [value] * n if isinstance(value, (int, float)) else list(value)
-    if len(values) != n:
-        raise ValueError(f"{name} has {len(values)} entries for {n} reward components.")
-    return [float(v) for v in values]
-
-
 @ADVANTAGES.register("sa_mrpo")
 def sa_mrpo(
     rewards,
     group_N,
     weights=None,
     *,
-    low: float | Sequence[float] = 0.0,  # smallest possible reward, one or per component
-    high: float | Sequence[float] = 1.0,  # largest possible reward
-    gamma: float = 1.0,  # how fast weight leaves a satisfied reward; 0 = gdpo
+    low=0.0,
+    high=1.0,
+    gamma=1.0,
     eps=1e-4,
     eps_batch=1e-4,
     ddof=1,
@@ -370,53 +316,50 @@ def sa_mrpo(
 ) -> Tensor:
     "GDPO with weights w (1 - satisfaction)^gamma, satisfaction = where the batch mean stands in [low, high]."
     r = grouped_rewards(rewards, group_N, weights, **batch)
-    ends = zip(_per_component("low", low, r), _per_component("high", high, r))
     adapted = []
-    for k, (low_k, high_k) in enumerate(ends):
-        s = r.batch_stats(r.rewards_NRK[:, k])
-        if s.min < low_k or s.max > high_k:
-            raise ValueError(
-                f"Component {k} has rewards {s.min:g} to {s.max:g}, outside low={low_k:g} to "
-                f"high={high_k:g}: give its true range."
-            )
+    for k, (s, low_k, high_k) in enumerate(_ranges(r, low, high)):
         satisfied = ((s.mean - low_k) / (high_k - low_k)).nan_to_num(0.0).item()
         adapted.append(r.weights_R[k] * (1 - satisfied) ** gamma)
     stages = dict(eps=eps, eps_batch=eps_batch, ddof=ddof)
     return gdpo(rewards, group_N, adapted, single="whiten", **stages, **batch)
 
-
+# %% ../nbs/method/01_advantages.ipynb #20f9537f
 @ADVANTAGES.register("saw")
 def saw(
-    rewards,
-    group_N,
-    weights=None,
-    *,
-    low: float | Sequence[float] = 0.0,  # smallest possible reward, one or per component
-    eps=1e-4,
-    eps_batch=1e-4,
-    ddof=1,
-    **batch,
+    rewards, group_N, weights=None, *, low=0.0, eps=1e-4, eps_batch=1e-4, ddof=1, **batch
 ) -> Tensor:
     "GDPO with weights proportional to each reward's coefficient of variation in the batch, mean 1."
     r = grouped_rewards(rewards, group_N, weights, **batch)
     cv = []
-    for k, low_k in enumerate(_per_component("low", low, r)):
-        s = r.batch_stats(r.rewards_NRK[:, k], ddof)
-        if s.min < low_k:
-            raise ValueError(f"A reward of {s.min:g} lies below low={low_k:g}.")
+    for s, low_k, _ in _ranges(r, low, math.inf, ddof):
         cv.append((s.std / ((s.mean - low_k).abs() + 1e-8)).nan_to_num(0.0).item())
     share = [len(cv) * c / sum(cv) if sum(cv) else 1.0 for c in cv]
     adapted = [w * c for w, c in zip(r.weights_R, share)]
     stages = dict(eps=eps, eps_batch=eps_batch, ddof=ddof)
     return gdpo(rewards, group_N, adapted, single="whiten", **stages, **batch)
 
-# %% ../nbs/method/01_advantages.ipynb #f1a86d6e
+
+def _ranges(r: GroupedRewards, low, high, ddof: int = 1) -> list[tuple[GroupStats, float, float]]:
+    "Of each component the batch statistics and its possible range: one number, or one per component."
+    r_numbers = len(r.weights_R)
+    low, high = (np.broadcast_to(v, r_numbers).tolist() for v in (low, high))
+    out = [(r.batch_stats(r.rewards_NRK[:, k], ddof), low[k], high[k]) for k in range(r_numbers)]
+    for k, (s, low_k, high_k) in enumerate(out):
+        if s.min < low_k or s.max > high_k:
+            raise ValueError(
+                f"Component {k} has rewards {s.min:g} to {s.max:g}, outside low={low_k:g} to "
+                f"high={high_k:g}: give its true range."
+            )
+    return out
+
+# %% ../nbs/method/01_advantages.ipynb #dfd35922
 @ADVANTAGES.register("dvao")
 def dvao(rewards, group_N, weights=None, *, eps=1e-4, ddof=1, **batch) -> Tensor:
     "Normalised rewards weighted by their group deviation; not scale invariant, since the deviation cancels."
     r = grouped_rewards(rewards, group_N, weights, **batch)
     z_NRK = r.normalise(r.rewards_NRK, eps, ddof).nan_to_num(0.0)
-    weight_NRK = r.std(r.rewards_NRK, ddof) * z_NRK.new_tensor(r.weights_R)[:, None]
+    std_NRK = r.groups.expand(r.std_P(r.rewards_NRK, ddof))
+    weight_NRK = std_NRK * z_NRK.new_tensor(r.weights_R)[:, None]
     total_NK = weight_NRK.sum(1)
     return r.result(torch.where(total_NK != 0, (weight_NRK * z_NRK).sum(1) / total_NK, 0.0))
 
@@ -428,7 +371,7 @@ def gd2po(
     weights=None,
     *,
     conflict: str = "hard",  # "hard": opposite signs; "soft": abs(sum) / sum of abs below `threshold`
-    threshold: float = 0.2,  # for "soft"
+    threshold: float = 0.2,
     eps=1e-4,
     eps_batch=1e-4,
     ddof=1,
@@ -437,7 +380,7 @@ def gd2po(
     "GDPO over the samples whose rewards agree."
     one_of("conflict", conflict, ("hard", "soft"))
     r = grouped_rewards(rewards, group_N, weights, **batch)
-    warn_one_group(r)
+    _warn_one_group(r)
     z_NRK = r.normalise(r.rewards_NRK, eps, ddof).nan_to_num(0.0)
     part_NRK = z_NRK * z_NRK.new_tensor(r.weights_R)[:, None]
     total_NK = part_NRK.sum(1)
@@ -461,7 +404,7 @@ def reinforce_pp_baseline(
     *,
     eps_batch=1e-4,
     ddof=1,
-    level: str = "response",  # batch stage over responses, or "token" (verl; needs lengths_N)
+    level="response",
     lengths_N=None,
     **batch,
 ) -> Tensor:
@@ -469,44 +412,34 @@ def reinforce_pp_baseline(
     r = grouped_rewards(rewards, group_N, weights, **batch)
     d_NK = r.centre(r.total_NK)
     if one_of("level", level, ("response", "token")) == "token":
-        return r.result(r.whiten_tokens(d_NK, lengths_N))
+        return r.result(_whiten_tokens(r, d_NK, lengths_N))
     return r.result(r.whiten(d_NK, eps_batch, ddof))
 
-
+# %% ../nbs/method/01_advantages.ipynb #80414176
 @ADVANTAGES.register("opo")
 def opo(rewards, group_N, weights=None, *, lengths_N=None, **batch) -> Tensor:
     "Reward minus the group's mean weighted by response length."
     r = grouped_rewards(rewards, group_N, weights, **batch)
     d_NK = r.centre(r.total_NK)
-    tokens_NK = torch.where(r.ok_NK, _lengths(lengths_N, d_NK)[:, None], 0.0)
+    tokens_NK = _tokens_NK(r, lengths_N)
     # from the plain mean to the weighted one; 0 in a constant group, since d is
     sum_P, tokens_P = r.groups.sum(tokens_NK * d_NK.nan_to_num(0.0)), r.groups.sum(tokens_NK)
     mean_NK = r.groups.expand(sum_P / tokens_P.clamp(min=1))
     return r.result(torch.where(r.count(r.total_NK) == 1, d_NK, d_NK - mean_NK))
 
-# %% ../nbs/method/01_advantages.ipynb #80414176
+# %% ../nbs/method/01_advantages.ipynb #cdf5bf8e
 @ADVANTAGES.register("gpg")
 def gpg(rewards, group_N, weights=None, **batch) -> Tensor:
     "Reward minus the group's mean, times (valid samples / samples whose reward is not 0)."
     r = grouped_rewards(rewards, group_N, weights, **batch)
     hits_NK = r.ok_NK & (r.total_NK != 0)
-    valid, hits = r.batch_sum(torch.stack([r.ok_NK, hits_NK], -1)).sum(0)
+    valid, hits = _batch_sum(r, torch.stack([r.ok_NK, hits_NK], -1)).sum(0)
     return r.result(r.centre(r.total_NK) * valid / hits.clamp(min=1))
 
-
+# %% ../nbs/method/01_advantages.ipynb #72b45731
 @ADVANTAGES.register("passk")
-def passk(
-    rewards,
-    group_N,
-    weights=None,
-    *,
-    scale: str = "group",  # divide by the group's deviation, or "none"
-    eps=1e-4,
-    ddof=1,
-    **batch,
-) -> Tensor:
+def passk(rewards, group_N, weights=None, *, scale="group", eps=1e-4, ddof=1, **batch) -> Tensor:
     "Only the single best sample of a group counts: its lead over the second best."
-    check_number("eps", eps, 0)
     one_of("scale", scale, ("group", "none"))
     r = grouped_rewards(rewards, group_N, weights, **batch)
     if (r.groups.size_P == 1).any():
@@ -518,8 +451,7 @@ def passk(
     lead = torch.where(alone, second - cost, 0.0)
     if scale == "none":
         return r.result(lead)
-    std = r.std(r.total_NK, ddof)
-    return r.result(lead * torch.where(std > 0, 1 / (std + eps), 0.0))
+    return r.result(lead * r.groups.expand(_inverse(r.std_P(r.total_NK, ddof), eps)))
 
 # %% ../nbs/method/01_advantages.ipynb #be5dad36
 def gate(
@@ -532,13 +464,9 @@ def gate(
 ) -> Tensor:  # a copy with component k gated
     "Let one reward count only where another is high enough."
     one_of("how", how, ("zero_fill", "subgroup"))
-    x = torch.as_tensor(rewards)
-    x = x.clone() if x.is_floating_point() else x.double()
-    r = x.shape[1] if x.ndim > 1 else 0
-    if not (0 <= component < r and 0 <= on < r and component != on):
-        raise ValueError(
-            f"A gate needs two different components of 0..{r - 1}, got {component} and {on}."
-        )
+    x = torch.as_tensor(rewards).clone()
+    if component == on or not 0 <= min(component, on) <= max(component, on) < x.shape[1]:
+        raise ValueError(f"A gate needs two different components, got {component} and {on}.")
     passed = x[:, on] >= at_least
     if at_most is not None:
         passed &= x[:, on] <= at_most
@@ -555,88 +483,52 @@ def spread_to_tokens(
 ) -> Tensor:  # (N, S) float32, 0 outside
     "Give every token the advantage of its sample or of its item."
     mask_NS = torch.as_tensor(mask_NS)
-    if advantages.ndim == 1 and item_NS is None:
-        if len(advantages) != len(mask_NS):
-            raise ValueError(f"{len(advantages)} advantages for {len(mask_NS)} rows of tokens.")
+    if advantages.ndim == 1:
         return mask_NS.to(advantages.dtype) * advantages[:, None]
-    if advantages.ndim != 2 or item_NS is None or item_NS.shape != mask_NS.shape:
+    if item_NS is None or item_NS.shape != mask_NS.shape or (item_NS >= advantages.shape[1]).any():
         raise ValueError(
-            "Advantages per item need item_NS of the same shape as mask_NS, and per sample none; got "
-            f"advantages {tuple(advantages.shape)}, mask {tuple(mask_NS.shape)}, items "
-            f"{None if item_NS is None else tuple(item_NS.shape)}."
-        )
-    k = advantages.shape[1]
-    if item_NS.numel() and (item_NS.amax() >= k or item_NS.amin() < -1):
-        raise ValueError(
-            f"item_NS must lie in -1..{k - 1}: mark tokens beyond the last rank as -1."
+            f"Advantages per item {tuple(advantages.shape)} need item_NS of the mask's shape "
+            f"{tuple(mask_NS.shape)}, with items up to {advantages.shape[1] - 1} and -1 for none."
         )
     picked = advantages.gather(1, item_NS.clamp(min=0).long())
     return torch.where(mask_NS.bool() & (item_NS >= 0), picked, 0.0)
 
 # %% ../nbs/method/01_advantages.ipynb #1e8df6af
-def advantage_metrics(
-    r: GroupedRewards,  # raw rewards
-    values_NK: Tensor,  # (N, K) their advantages
-    names: Sequence[str],  # (R) of the components
-) -> dict[str, float]:
-    "Where the signal is: rewards, constant and dead groups, correlation with each component."
+def _advantage_metrics(r: GroupedRewards, values_NK: Tensor, names: Sequence[str]) -> dict:
+    "Where the signal is: rewards, constant and dead groups, the share of each component."
     a_NK = torch.where(r.ok_NK, values_NK.double(), torch.nan)
     total, a = r.batch_stats(r.total_NK), r.batch_stats(a_NK)
     out = {"reward": total.mean, "reward_std": total.std}
+    for k, name in enumerate(names):
+        s = r.batch_stats(r.rewards_NRK[:, k])
+        out |= {f"rewards/{name}/mean": s.mean, f"rewards/{name}/std": s.std}
     out |= {"adv/abs_mean": r.batch_stats(a_NK.abs()).mean, "adv/std": a.std}
     out |= {"adv/min": a.min, "adv/max": a.max}
     # of this process, if there are several
     out["adv/distinct"] = len((a_NK[r.ok_NK] * 1e6).round().unique())
-    out["adv/invalid_rows"] = r.batch_sum(~r.ok_NK.any(1))
-    out |= _group_metrics(r, a_NK, a, names) | _follow_metrics(r, a_NK, names)
+    out["adv/invalid_rows"] = _batch_sum(r, ~r.ok_NK.any(1))
+    out |= _still_groups(r, a_NK, a) | _shares(r, a_NK, names)
     return {k: float(v) for k, v in out.items()}
 
-
-def _group_metrics(r: GroupedRewards, a_NK: Tensor, a: GroupStats, names: Sequence[str]) -> dict:
-    "Shares of groups (of each rank) that are constant, all good, all bad or dead."
+# %% ../nbs/method/01_advantages.ipynb #d769120c
+def _still_groups(r: GroupedRewards, a_NK: Tensor, a: GroupStats) -> dict:
+    "Shares of groups (of each rank) with constant rewards, and with advantages of 0."
     s = group_stats(r.rewards_NRK, r.groups)
-    batch = [r.batch_stats(r.rewards_NRK[:, k]) for k in range(len(names))]
-    # an all-equal component has no middle: good means positive
-    middle_R = torch.stack([torch.where(b.min < b.max, (b.min + b.max) / 2, 1e-300) for b in batch])
-    present_PRK = s.count > 0
-    good_PRK = s.constant & (s.min >= middle_R[:, None])
-    tables = {"zero_std": s.constant, "all_good": good_PRK, "all_bad": s.constant & ~good_PRK}
-    groups_R = _count_groups(r, present_PRK)
-    out = {}
-    for key, table_PRK in tables.items():
-        share_R = _count_groups(r, table_PRK) / groups_R
-        out |= {f"groups/{name}/{key}": v for name, v in zip(names, share_R)}
-    living_PK = present_PRK.any(1, keepdim=True)
-    still_PK = living_PK & (s.constant | ~present_PRK).all(1, keepdim=True)
-    peak_PK = group_stats(a_NK.abs(), r.groups).max[:, None]
+    empty_PRK = s.count == 0
+    living_PK = ~empty_PRK.all(1)
+    still_PK = living_PK & (s.constant | empty_PRK).all(1)
+    peak_PK = group_stats(a_NK.abs(), r.groups).max
     dead_PK = living_PK & (peak_PK <= 1e-7 * a.max.maximum(-a.min))
+    tables = {"frac_reward_zero_std": still_PK, "adv/dead_groups": dead_PK}
     groups = _count_groups(r, living_PK)
-    out["frac_reward_zero_std"] = _count_groups(r, still_PK) / groups
-    out["adv/dead_groups"] = _count_groups(r, dead_PK) / groups
-    for name, b in zip(names, batch):
-        out |= {f"rewards/{name}/mean": b.mean, f"rewards/{name}/std": b.std}
-    return out
+    return {name: _count_groups(r, table_PK) / groups for name, table_PK in tables.items()}
 
 
-def _count_groups(r: GroupedRewards, table_PRK: Tensor) -> Tensor:  # (R,)
-    "How many groups (of each rank) of the whole batch, per component."
-    count_R = table_PRK.double().sum((0, 2))
-    return count_R if r.groups.processes is not None else all_reduce(count_R, r.processes)
-
-
-def _follow_metrics(r: GroupedRewards, a_NK: Tensor, names: Sequence[str]) -> dict:
-    "Correlation of the advantage with each normalised component, and their shares."
-    plain = replace(r, raw_singles=False)
-    z_NRK, a_NRK = (
-        plain.normalise(r.rewards_NRK, 0.0).nan_to_num(0.0),
-        a_NK.nan_to_num(0.0)[:, None],
-    )
-    az_R, zz_R = (r.batch_sum(v.sum(2)) for v in (a_NRK * z_NRK, z_NRK * z_NRK))
-    aa = r.batch_sum((a_NRK * a_NRK).sum(2))
-    corr_R = (az_R / (aa * zz_R).sqrt()).nan_to_num(0.0)
-    share_R = (az_R.abs() / az_R.abs().sum()).nan_to_num(0.0)
-    out = {f"adv/corr/{name}": v for name, v in zip(names, corr_R)}
-    return out | {f"adv/share/{name}": v for name, v in zip(names, share_R)}
+def _shares(r: GroupedRewards, a_NK: Tensor, names: Sequence[str]) -> dict:
+    "The covariance of the advantage with each normalised component, as a share of all."
+    z_NRK = replace(r, raw_singles=False).normalise(r.rewards_NRK, 0.0).nan_to_num(0.0)
+    cov_R = _batch_sum(r, (a_NK.nan_to_num(0.0)[:, None] * z_NRK).sum(2)).abs()
+    return {f"adv/share/{k}": v for k, v in zip(names, (cov_R / cov_R.sum()).nan_to_num(0.0))}
 
 # %% ../nbs/method/01_advantages.ipynb #2a40e664
 SCALE_FREE = {"mo_grpo", "gdpo", "saw", "gd2po"}  # a positive factor on a reward changes nothing
@@ -646,17 +538,15 @@ def warn_cancelled_scales(
     mode: str,  # name of the estimator
     scales: Mapping[str, float],  # factors the user has set on rewards, by what they are called
     eps: float = 1e-4,  # of the estimator: factors near it do have an effect
-) -> bool:  # whether a warning was given
+) -> None:
     "Warn if a reward's scale has no effect under this estimator; 0 and negative factors have one."
     odd = {k: v for k, v in scales.items() if v != 1 and v > 100 * eps}
-    if mode not in SCALE_FREE or not odd:
-        return False
-    warnings.warn(
-        f"{', '.join(f'{k} = {v:g}' for k, v in odd.items())} has no effect: {mode} divides a reward's "
-        "scale out. To set priorities use advantage.weights.",
-        stacklevel=2,
-    )
-    return True
+    if mode in SCALE_FREE and odd:
+        warnings.warn(
+            f"{', '.join(f'{k} = {v:g}' for k, v in odd.items())} has no effect: {mode} divides a "
+            "reward's scale out. To set priorities use advantage.weights.",
+            stacklevel=2,
+        )
 
 # %% ../nbs/method/01_advantages.ipynb #bb01ce67
 @configuration
@@ -669,7 +559,7 @@ class Gate:
     at_most: float | None = None  # and at most this
     how: Literal["zero_fill", "subgroup"] = "zero_fill"  # what those get who fail: 0, or no part
 
-
+# %% ../nbs/method/01_advantages.ipynb #d57461d6
 @configuration
 class AdvantageConfig:
     "How rewards become advantages."
@@ -689,14 +579,13 @@ class AdvantageConfig:
         ADVANTAGES[self.mode]  # an unknown name is an error that shows the nearest
 
 
-@dataclass
-class Advantages:
+class Advantages(NamedTuple):
     "Advantages of a batch and what they look like."
 
     values: Tensor  # (N,) or (N, K) float32
     metrics: dict[str, float]
 
-# %% ../nbs/method/01_advantages.ipynb #d57461d6
+# %% ../nbs/method/01_advantages.ipynb #bd512844
 def weights_by_name(
     weights: Mapping[str, float] | Sequence[float] | None,  # by name, or in the order of `names`
     names: Sequence[str],  # (R) the components
@@ -708,12 +597,9 @@ def weights_by_name(
         if lost := [k for k in names if k not in weights]:
             raise ValueError(f"No weight for {lost}: give one for each of {list(names)}.")
         weights = [weights[k] for k in names]
-    weights = [1.0] * len(names) if weights is None else [float(w) for w in weights]
-    if len(weights) != len(names):
-        raise ValueError(f"{len(weights)} weights for {len(names)} rewards {list(names)}.")
-    return weights
+    return _weight_list(weights, len(names))
 
-# %% ../nbs/method/01_advantages.ipynb #bd512844
+# %% ../nbs/method/01_advantages.ipynb #7a4ff1e3
 def compute_advantages(
     rewards: Tensor | Sequence,  # (N,), (N, R) or (N, R, K) raw rewards; NaN = n/a
     group_N: Groups | Tensor | Sequence,  # (N,) one id per sample
@@ -723,73 +609,66 @@ def compute_advantages(
     mask_NK: Tensor | None = None,  # (N,) or (N, K) False = does not count
     lengths_N: Tensor | None = None,  # (N,) tokens, for estimators that need them
     processes: Any = None,  # a process group, if the batch is spread over processes
-    spread: bool = False,  # groups have members on several processes
 ) -> Advantages:
     "Advantages and their metrics, by the estimator that the configuration names."
     c = config or AdvantageConfig()
     x, flat = _rewards_NRK(rewards)
     names = [f"r{k}" for k in range(x.shape[1])] if reward_names is None else list(reward_names)
-    if len(set(names)) < len(names):
-        raise ValueError(f"Reward names must differ, got {names}.")
-    if len(names) != x.shape[1]:
+    if len(set(names)) < len(names) or len(names) != x.shape[1]:
         raise ValueError(
-            f"{x.shape[1]} reward components for {len(names)} names {names}: one was lost or added."
+            f"{x.shape[1]} reward components need as many names that differ, got {names}."
         )
-    weights = weights_by_name(c.weights, names)
     x = _scaled_and_gated(x, names, c)
     x = x[:, :, 0] if flat else x
-    batch = dict(mask_NK=mask_NK, missing=c.missing, singleton=c.singleton)
-    batch |= dict(processes=processes, spread=spread)
-    r = grouped_rewards(x, group_N, weights, **batch)
-    keys = dict(eps=c.eps, eps_batch=c.eps_batch, ddof=c.ddof, lengths_N=lengths_N) | c.options
-    values = _run(c.mode, x, group_N, weights, keys, batch, set(c.options))
-    values = _checked(c.mode, values, r)
+    batch = dict(mask_NK=mask_NK, missing=c.missing, singleton=c.singleton, processes=processes)
+    r = grouped_rewards(x, group_N, weights_by_name(c.weights, names), **batch)
+    values = _run(c, x, group_N, r, batch, lengths_N)
     values_NK = values[:, None] if values.ndim == 1 else values
-    return Advantages(values, advantage_metrics(r, values_NK, names))
+    return Advantages(values, _advantage_metrics(r, values_NK, names))
 
-# %% ../nbs/method/01_advantages.ipynb #7a4ff1e3
-def _run(mode, x, group_N, weights, keys: dict, batch: dict, options: set) -> Tensor:
-    "Call the estimator with those keywords that it takes; an unknown option is an error."
-    estimator = ADVANTAGES[mode]
-    takes = inspect.signature(estimator).parameters
+# %% ../nbs/method/01_advantages.ipynb #4bfcbd38
+def _run(
+    c: AdvantageConfig, x: Tensor, group_N, r: GroupedRewards, batch: dict, lengths_N
+) -> Tensor:
+    "Call the estimator with those keywords that it takes, and check what it returns."
+    takes = inspect.signature(ADVANTAGES[c.mode]).parameters
     known = [k for k in takes if k not in ("rewards", "group_N", "weights", "batch", "lengths_N")]
-    for k in options - set(takes):
-        raise ValueError(f"{mode!r} has no such option. {unknown_name('option', k, known)}")
-    if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-        return estimator(
-            x, group_N, weights, **{k: v for k, v in keys.items() if k in takes}, **batch
-        )
-    if batch["mask_NK"] is not None:  # a plain function sees NaN
-        seen = grouped_rewards(x, group_N, weights, mask_NK=batch["mask_NK"]).rewards_NRK
-        x = seen.view(x.shape)
-    return estimator(x, group_N, weights, **{k: v for k, v in (keys | batch).items() if k in takes})
+    for k in set(c.options) - set(takes):
+        raise ValueError(f"{c.mode!r} has no such option. {unknown_name('option', k, known)}")
+    keys = dict(eps=c.eps, eps_batch=c.eps_batch, ddof=c.ddof, lengths_N=lengths_N) | c.options
+    keys = {k: v for k, v in (batch | keys).items() if k in takes}
+    if "batch" in takes:
+        keys |= batch
+    else:  # a plain function sees NaN where the mask is False
+        x = r.rewards_NRK.view(x.shape)
+    values = ADVANTAGES[c.mode](x, group_N, r.weights_R, **keys)
+    return _checked(c.mode, values, r)
 
-
+# %% ../nbs/method/01_advantages.ipynb #5f3ace44
 def _checked(mode: str, values: Any, r: GroupedRewards) -> Tensor:
-    "What an estimator returned: one finite number per sample, 0 where no reward applies."
-    want = r.ok_NK.shape[:1] if r.flat else r.ok_NK.shape
-    if not isinstance(values, Tensor) or values.shape != want:
+    "One finite number per sample, 0 where no reward applies."
+    ok = r.ok_NK[:, 0] if r.flat else r.ok_NK
+    if not isinstance(values, Tensor) or values.shape != ok.shape:
         got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"The estimator {mode!r} must return a tensor {tuple(want)}, got {got}.")
-    values = torch.where(r.ok_NK[:, 0] if r.flat else r.ok_NK, values, 0.0)
+        want = tuple(ok.shape)
+        raise ValueError(f"The estimator {mode!r} must return a tensor {want}, got {got}.")
+    values = torch.where(ok, values, 0.0)
     if not values.isfinite().all():
         at = (~values.isfinite()).nonzero()[0].tolist()
         raise ValueError(f"The estimator {mode!r} returned {values[tuple(at)].item()} at {at}.")
     return values.float()
 
-
+# %% ../nbs/method/01_advantages.ipynb #d1604fc4
 def _scaled_and_gated(x_NRK: Tensor, names: list[str], c: AdvantageConfig) -> Tensor:
     "Factors and gates on raw rewards, by name."
-    position = {k: i for i, k in enumerate(names)}
     for k in [*c.scales, *(k for g in c.gates for k in (g.component, g.on))]:
-        if k not in position:
+        if k not in names:
             raise ValueError(f"In scales or gates: {unknown_name('reward', k, names)}")
-    # a scale moves a reward across the threshold of a gate
-    opens = {g.on for g in c.gates}
+    opens = {g.on for g in c.gates}  # a scale moves such a reward across the threshold
     if not c.options.get("low"):
         warn_cancelled_scales(c.mode, {k: v for k, v in c.scales.items() if k not in opens}, c.eps)
-    factor = x_NRK.new_tensor([c.scales.get(k, 1.0) for k in names])
-    x_NRK = x_NRK * factor[:, None]
+    x_NRK = x_NRK * x_NRK.new_tensor([c.scales.get(k, 1.0) for k in names])[:, None]
     for g in c.gates:
-        x_NRK = gate(x_NRK, position[g.component], position[g.on], g.at_least, g.at_most, g.how)
+        component, on = names.index(g.component), names.index(g.on)
+        x_NRK = gate(x_NRK, component, on, g.at_least, g.at_most, g.how)
     return x_NRK

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from fastcore.basics import patch
 
-from .core import index_of, unknown_name
+from .config import unknown_name
+from .core import index_of
 
 # %% ../nbs/method/01_tasks.ipynb #91549287
 @dataclass(frozen=True)

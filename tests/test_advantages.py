@@ -57,26 +57,31 @@ def agree(got, want, tolerance):
 
 F64 = dict(dtype=torch.float64)
 
+
+def lengths(name, n):
+    return dict(lengths_N=torch.arange(n) % 5 + 1) if name in ("opo", "gdpo_verl") else {}
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Conformance. Where a record is not matched in the estimators' default form, the reason stands here.
 # ---------------------------------------------------------------------------------------------------------
-DELIBERATE = {
-    "trl: frac_reward_zero_std": "ours is always the share of groups in which every raw component is constant; TRL "
-    "takes the weighted sum (so components that cancel count as constant), or a property of the batch under "
-    "scale_rewards='batch' and under GDPO; counted over groups with a valid reward",
-    "trl: one reward under normalize_then_sum": "TRL whitens the batch even with one reward; ours is plain GRPO by "
-    "default, TRL's numbers come with single='whiten'",
-    "verl: one-sample groups": "verl returns the raw reward (no baseline); ours is 0 by default, verl's numbers come "
-    "with singleton='raw' (except rloo_vectorized, which is 0 in verl too)",
-    "verl: token whitening": "verl's batch stage counts every token, so long answers set mean and scale; ours counts "
-    "responses by default, verl's numbers come with gdpo_verl",
-    "verl: zero-length row": "its reward belongs to the group's statistics as in verl unless the caller masks the row "
-    "(mask_NK), which also takes it out of the baseline",
-    "verl: gdpo/single_token_total": "verl raises when the batch holds a single token; ours is 0",
-    "multireward: gate": "theirs opens at exactly 1, ours from `at_least` on; the records are met with at_most=1",
-    "multireward: subgroup": "theirs returns rewards centred over the passers, ours takes the others out of the "
-    "statistics (NaN); the centred values are those of dr_grpo",
-}
+# - trl: frac_reward_zero_std: ours is always the share of groups in which every raw component is
+#   constant; TRL takes the weighted sum (so components that cancel count as constant), or a
+#   property of the batch under scale_rewards='batch' and under GDPO; counted over groups with a
+#   valid reward
+# - trl: one reward under normalize_then_sum: TRL whitens the batch even with one reward; ours is
+#   plain GRPO by default, TRL's numbers come with single='whiten'
+# - verl: one-sample groups: verl returns the raw reward (no baseline); ours is 0 by default, verl's
+#   numbers come with singleton='raw' (except rloo_vectorized, which is 0 in verl too)
+# - verl: token whitening: verl's batch stage counts every token, so long answers set mean and
+#   scale; ours counts responses by default, verl's numbers come with gdpo_verl
+# - verl: zero-length row: its reward belongs to the group's statistics as in verl unless the caller
+#   masks the row (mask_NK), which also takes it out of the baseline
+# - verl: gdpo/single_token_total: verl raises when the batch holds a single token; ours is 0
+# - multireward: gate: theirs opens at exactly 1, ours from `at_least` on; the records are met with
+#   at_most=1
+# - multireward: subgroup: theirs returns rewards centred over the passers, ours takes the others
+#   out of the statistics (NaN); the centred values are those of dr_grpo
 
 TRL = load("trl")
 
@@ -88,12 +93,15 @@ def trl_config(params):
     return AdvantageConfig(mode, params["reward_weights"])
 
 
+def trl_run(case):
+    rewards = np.array(case["inputs"]["rewards"], dtype=np.float64)
+    group_N = np.arange(len(rewards)) // case["params"]["num_generations"]
+    return compute_advantages(rewards, group_N, config=trl_config(case["params"]))
+
+
 @pytest.mark.parametrize("case", TRL, ids=ids(TRL))
 def test_trl(case):
-    params = case["params"]
-    rewards = np.array(case["inputs"]["rewards"], dtype=np.float64)
-    group_N = np.arange(len(rewards)) // params["num_generations"]
-    out = compute_advantages(rewards, group_N, config=trl_config(params))
+    out = trl_run(case)
     want = case.get("expected_right", case["expected"])
     agree(out.values, want["advantages"], case["tolerance"])
     assert not out.values.isnan().any()
@@ -109,25 +117,19 @@ def test_trl(case):
 
 
 def test_trl_zero_std_fraction_differs_only_where_said():
-    differ = []
+    differ = 0
     for case in TRL:
         params = case["params"]
-        rewards = np.array(case["inputs"]["rewards"], dtype=np.float64)
-        group_N = np.arange(len(rewards)) // params["num_generations"]
-        got = compute_advantages(rewards, group_N, config=trl_config(params)).metrics
-        if not math.isclose(
-            got["frac_reward_zero_std"], case["expected"]["metrics"]["frac_reward_zero_std"]
-        ):
-            differ.append(case)
-    for case in differ:
-        params, tags = case["params"], case["tags"]
+        name = "frac_reward_zero_std"
+        if math.isclose(trl_run(case).metrics[name], case["expected"]["metrics"][name]):
+            continue
+        differ += 1
         batch_property = (
             params["scale_rewards"] == "batch"
             or params["multi_objective_aggregation"] == "normalize_then_sum"
         )
-        noise_or_missing = {"float_noise", "cancel", "none"} & set(tags)
-        assert batch_property or noise_or_missing, case["name"]
-    assert differ and DELIBERATE["trl: frac_reward_zero_std"]
+        assert batch_property or {"float_noise", "cancel", "none"} & set(case["tags"])
+    assert differ
 
 
 MULTI = load("multireward")
@@ -307,31 +309,6 @@ def test_gdpo_and_grpo_equal_the_loops(batch):
     np.testing.assert_allclose(got, slow_z(total, groups, 1e-4, 1), atol=1e-7)
 
 
-@settings(max_examples=8, deadline=None)
-@given(batches(), st.randoms(use_true_random=False))
-def test_row_order_does_not_matter(batch, random):
-    x, groups, weights = batch
-    order = list(range(len(x)))
-    random.shuffle(order)
-    for name, f in ADVANTAGES.items():
-        by_length = name in ("opo", "gdpo_verl")
-        kw = dict(lengths_N=[1 + i % 3 for i in range(len(x))]) if by_length else {}
-        if name == "passk":
-            groups, kw = [g // 4 for g in groups], {}
-            if len(x) < 2:
-                continue
-        if name == "sa_mrpo":
-            kw = dict(low=-10, high=200)
-        if name == "saw":
-            kw = dict(low=-10)
-        base = f(x, groups, weights, **F64, **kw)
-        if by_length:
-            kw = dict(lengths_N=[kw["lengths_N"][i] for i in order])
-        moved = f(x[order], [groups[i] for i in order], weights, **F64, **kw)
-        torch.testing.assert_close(moved, base[order], atol=1e-8, rtol=1e-7, msg=name)
-        assert not base.isnan().any()
-
-
 @RUN
 @given(batches(missing=False), st.floats(0.1, 50), st.floats(-20, 20))
 def test_affine_invariance_and_sign_flip(batch, a, b):
@@ -384,9 +361,8 @@ def test_constant_groups_are_exactly_zero(name, dtype):
         x = torch.tensor(values, dtype=dtype).repeat_interleave(n)
         x = torch.stack([x, x.flip(0)], 1)
         groups = [i // n for i in range(len(x))]
-        by_length = name in ("opo", "gdpo_verl")
-        kw = dict(lengths_N=[1 + i % 5 for i in range(len(x))]) if by_length else {}
-        assert (ADVANTAGES[name](x, groups, [1, 0.3], **kw, **F64) == 0).all(), (n, name)
+        a = ADVANTAGES[name](x, groups, [1, 0.3], **lengths(name, len(x)), **F64)
+        assert (a == 0).all(), (n, name)
 
 
 @RUN
@@ -428,8 +404,7 @@ def test_inputs_are_not_changed():
         for name, f in ADVANTAGES.items():
             if name == "passk" and len(x) < 2:
                 continue
-            by_length = name in ("opo", "gdpo_verl")
-            f(x, [0] * len(x), **(dict(lengths_N=[1] * len(x)) if by_length else {}))
+            f(x, [0] * len(x), **lengths(name, len(x)))
         assert torch.equal(x, before)
 
 
@@ -450,10 +425,6 @@ def test_metrics_on_ragged_groups_with_missing_values():
     out = compute_advantages(x, [0, 0, 1, 1, 1, 2], ["a", "b"], AdvantageConfig("gdpo"))
     m = out.metrics
     assert m["adv/invalid_rows"] == 1
-    # a: group 0 constant at 1 (good), group 1 mixed, group 2 a lone 0 (bad); b: 0 lone, 1 constant at 2
-    assert m["groups/a/zero_std"] == pytest.approx(2 / 3)
-    assert m["groups/a/all_good"] == pytest.approx(1 / 3)
-    assert m["groups/b/zero_std"] == 1 and m["groups/b/all_good"] == pytest.approx(0.5)
     assert m["frac_reward_zero_std"] == pytest.approx(2 / 3)
     assert m["adv/dead_groups"] == pytest.approx(2 / 3)
     assert m["adv/share/a"] == 1 and m["adv/share/b"] == 0
@@ -495,11 +466,10 @@ def in_process(rank, port, out):
         for mode in MODES:
             got = compute_advantages(
                 x[rows],
-                group_N[rows],
+                Groups.spread(group_N[rows], dist.group.WORLD) if spread else group_N[rows],
                 config=AdvantageConfig(mode, [1, 0.5]),
                 lengths_N=1 + torch.arange(48)[rows] % 5,
                 processes=dist.group.WORLD,
-                spread=spread,
             )
             results[mode, share] = (rows, got.values, got.metrics)
     torch.save(results, f"{out}/{rank}.pt")
@@ -535,18 +505,14 @@ WITH_EPS = sorted(k for k, f in ADVANTAGES.items() if "eps" in inspect.signature
 
 
 @pytest.mark.parametrize("mode", WITH_EPS)
-@pytest.mark.parametrize("eps", [-1.0, NAN, math.inf])
-def test_an_eps_that_is_no_number_from_0_is_refused(mode, eps):
+def test_an_eps_that_is_no_number_from_0_is_refused(mode):
     assert len(WITH_EPS) > 8
-    with pytest.raises(ValueError, match="eps must be >= 0"):
-        kw = dict(lengths_N=[1] * 4) if mode == "gdpo_verl" else {}
-        ADVANTAGES[mode]([[1.0, 0], [0, 0]] * 2, [0, 0, 1, 1], eps=eps, **kw)
-
-
-@pytest.mark.parametrize("options", [dict(eps=-1.0), dict(eps_batch=NAN)])
-def test_an_eps_in_a_configuration_is_refused(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
-        AdvantageConfig(**options)
+    for eps in (-1.0, NAN, math.inf):
+        with pytest.raises(ValueError, match="eps must be >= 0"):
+            ADVANTAGES[mode]([[1.0, 0], [0, 0]] * 2, [0, 0, 1, 1], eps=eps, **lengths(mode, 4))
+        for name in ("eps", "eps_batch"):
+            with pytest.raises(ValueError, match=f"{name} must be"):
+                AdvantageConfig(**{name: eps})
 
 
 @pytest.mark.parametrize("size", [1e101, 1e200, -1e308])
@@ -558,15 +524,13 @@ def test_numbers_whose_squares_overflow_are_refused(size):
     assert near.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
 
 
-@pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize(
     "ids", [[0, 0.4, 1, 1.9], [True, False, True, False], [[0], [0], [1], [1]]]
 )
-def test_ids_of_the_wrong_kind_are_refused_with_and_without_spread(ids, spread):
-    kw = dict(spread=spread)
+def test_ids_of_the_wrong_kind_are_refused(ids):
     for same in (ids, np.array(ids), torch.tensor(ids)):
         with pytest.raises(ValueError, match="Group ids must"):
-            grpo([1.0, 0, 1, 0], same, **kw)
+            grpo([1.0, 0, 1, 0], same)
 
 
 @pytest.mark.parametrize(
@@ -598,7 +562,7 @@ def test_a_scale_is_called_without_effect_only_where_it_has_none(scales, options
 
 
 def test_names_twice_and_weights_as_text_are_refused():
-    with pytest.raises(ValueError, match="must differ"):
+    with pytest.raises(ValueError, match="names that differ"):
         compute_advantages(torch.ones(2, 2), [0, 0], ["a", "a"])
     with pytest.raises(ValueError, match="a sequence of 2 numbers"):
         grpo(torch.ones(2, 2), [0, 0], "12")
@@ -632,8 +596,3 @@ def test_a_value_at_the_mean_of_its_group_agrees_with_every_other_reward():
     x = torch.tensor([[0.1, 0.0], [0.2, 1.0], [0.3, 1.0]] * 2)
     a = ADVANTAGES["gd2po"](x, [0, 0, 0, 1, 1, 1], **F64)
     assert (a != 0).all()
-
-
-def test_ids_of_spread_groups_count_from_0():
-    with pytest.raises(ValueError, match="number the groups of the whole batch from 0"):
-        grpo([1.0, 0], [7, 9], spread=True)
