@@ -34,7 +34,7 @@ from grpo_nb.ranking import (
     check_layouts,
     exp_decay,
     exp_inf,
-    hits_of,
+    hit_matrix,
     log_decay,
     make_count_reward,
     make_relevance_reward,
@@ -104,7 +104,6 @@ def test_spans_are_disjoint_and_ordered(text, cuts, drop):
         own = np.flatnonzero(parsed.item_of_token_S == rank)
         assert len(own) == 0 or (own[0], own[-1] + 1) == (item.token_start, item.token_end)
     assert parsed.item_of_token_S[-1] == -1  # the end token
-    assert not (parsed.overflow_S & (parsed.item_of_token_S >= 0)).any()
     assert parsed.item_of_token_S.max(initial=-1) < 3
 
 
@@ -232,11 +231,12 @@ def test_exponential_equals_its_recursion(rel, gamma):
 def test_year_tolerance_and_consumption():
     parse = ListParser(5)
     relevant = ["Heat (1995)"]
+    hits = lambda text, relevant: hit_matrix([parse(text)], [relevant], 5)[0].tolist()
     for year, want in ((1993, 1), (1992, 0), (1997, 1), (1998, 0)):
-        assert hits_of(parse(f"Heat ({year})"), relevant).sum() == want
-    assert hits_of(parse("Heat (1995)\nHeat (1996)"), relevant).tolist() == [1, 0, 0, 0, 0]
+        assert sum(hits(f"Heat ({year})", relevant)) == want
+    assert hits("Heat (1995)\nHeat (1996)", relevant) == [1, 0, 0, 0, 0]
     two = ["Sabrina (1954)", "Sabrina (1995)"]
-    assert hits_of(parse("Sabrina (1995)\nSabrina (1954)"), two).tolist() == [1, 1, 0, 0, 0]
+    assert hits("Sabrina (1995)\nSabrina (1954)", two) == [1, 1, 0, 0, 0]
     shelf = Titles(["X (1990)", "X (1992)", "X (1994)"])
     assert shelf.find("x", 1992) == ("x", 1992)
     assert shelf.find("x", 1991) == ("x", 1992)
@@ -350,21 +350,11 @@ def test_lambda_and_penalty_cancel_under_gdpo(variant):
 
 
 def test_relevance_and_safety_see_the_same_object():
-    parser, seen_by = ListParser(4, FILMS), []
-    oracle = SafetyOracle(RISKS, "unsafe")
-    text = "\n".join(FILMS[:4])
-    original = parser.__class__.__call__
-
-    class Spy(ListParser):
-        def __call__(self, *a):
-            seen_by.append(original(self, *a))
-            return seen_by[-1]
-
-    spy = Spy(4, FILMS)
-    columns = dict(relevant=[FILMS], avoid=[["war"]], seen=[[FILMS[0]]])
-    for make in (make_relevance_reward, lambda p: make_safety_reward(p, oracle)):
-        make(spy)(["p"], [text], **columns)
-    assert len(seen_by) == 2 and seen_by[0] is seen_by[1]
+    parser = ListParser(4, FILMS)
+    answer, seen = "\n".join(FILMS[:4]), [FILMS[0]]
+    for make in (make_relevance_reward, lambda p: make_safety_reward(p, SafetyOracle(RISKS, 0.5))):
+        make(parser)(["p"], [answer], relevant=[FILMS], avoid=[["war"]], seen=[seen])
+    assert len(parser.known) == 1
 
 
 # ---------------------------------------------------------------- several processes
@@ -397,9 +387,6 @@ def test_processes_with_different_lists_gather_equal_shapes(tmp_path):
         assert other.communicate(timeout=60)[0].strip() == str(want)
     finally:
         other.kill()
-
-
-# ---------------------------------------------------------------- refused inputs
 
 
 # ---------------------------------------------------------------- one parse for rewards and tokens
@@ -513,12 +500,7 @@ def test_any_stop_token_that_ended_an_answer_has_no_text():
 def test_rewards_with_other_rules_than_the_policy_are_refused():
     parser = ListParser(3, prose=False)
     oracle = SafetyOracle({}, "safe")
-    pattern = "(?P<title>.*)/(?P<year>.*)"
-    for other in (
-        ListParser(3),
-        ListParser(2, prose=False),
-        ListParser(3, prose=False, pattern=pattern),
-    ):
+    for other in (ListParser(3), ListParser(2, prose=False)):
         for make in (
             make_relevance_reward,
             make_count_reward,
@@ -627,14 +609,11 @@ def test_a_blank_line_does_not_excuse_a_malformed_line(text):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda p: ListParser(3, prose="no"), "Unknown prose 'no'"),
         (lambda p: ListParser(2.5), "num_ranks must be a whole number >= 1, got 2.5"),
         (lambda p: Titles([3]), "pair \\(title, year\\), got 3"),
         (lambda p: make_relevance_reward(p, "exp_ing"), "Did you mean 'exp_inf'"),
         (lambda p: make_relevance_reward(p)(["p"], ["x"], relevant=[[], []]), "2 entries"),
         (lambda p: make_relevance_reward(p, penalties={"overflow": 1.0}), "item status 'overflow'"),
-        (lambda p: ListParser(3, tolerance=None), "tolerance must be a whole number >= 0"),
-        (lambda p: ListParser(3, memory=0), "memory must be a whole number >= 1"),
         (
             lambda p: ListParser(3, catalogue=7),
             "a list of films or traits, one text or None, got 7",
@@ -644,7 +623,6 @@ def test_a_blank_line_does_not_excuse_a_malformed_line(text):
             lambda p: make_relevance_reward(p, penalties={"seen": "much"}),
             "must be >= 0 and finite, got 'much'",
         ),
-        (lambda p: make_relevance_reward(p, "exp", gamma=0.5), "gamma > 1, got 0.5"),
         (lambda p: make_relevance_reward(p, missing=None), "missing must be a finite number"),
         (
             lambda p: make_safe_reward(p, SafetyOracle({}, "safe"), penalties={"sen": 1}),
@@ -656,9 +634,8 @@ def test_a_blank_line_does_not_excuse_a_malformed_line(text):
         ),
         (lambda p: make_count_reward(p, target=0), "target must be a whole number >= 1"),
         (lambda p: SafetyOracle({}, None), "'safe', 'unsafe' or a number in \\[0, 1\\], got None"),
-        (lambda p: SafetyOracle(None, "safe"), "risks must map films to"),
-        (lambda p: SafetyOracle({"A": {"x": NAN}}, "safe"), "must be in \\[0, 1\\], got nan"),
-        (lambda p: SafetyOracle({}, "safe", threshold="high"), "threshold must be a risk"),
+        (lambda p: SafetyOracle({"A": {"x": NAN}}, "safe"), "must be >= 0 and <= 1, got nan"),
+        (lambda p: SafetyOracle({}, "safe", threshold="high"), "threshold must be"),
         (lambda p: p(12), "An answer is text, token pieces, or chat turns"),
         (lambda p: p([{"role": "assistant", "content": 3}]), "An answer is text"),
     ],
