@@ -11,7 +11,6 @@ __all__ = ['DECAYS', 'discounts', 'log_decay', 'exp_inf', 'exp_decay', 'hit_matr
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
 
 import numpy as np
 
