@@ -100,7 +100,7 @@ def whiten(self: GroupedRewards, x_NK: Tensor, eps: float = 1e-4, ddof: int = 1)
     noise = 1e-12 * sum(map(abs, self.weights_R)) + 1e-13 * mean.abs()
     return (x_NK - mean) * _inverse(torch.where(s.std > noise, s.std, 0.0), eps)
 
-# %% ../nbs/method/01_advantages.ipynb #9bd86bff
+
 def _batch_sum(r: GroupedRewards, x: Tensor) -> Tensor:
     "Sum over the samples of all processes."
     return all_reduce(x.double().sum(0), r.processes)
@@ -510,7 +510,7 @@ def _advantage_metrics(r: GroupedRewards, values_NK: Tensor, names: Sequence[str
     out |= _still_groups(r, a_NK, a) | _shares(r, a_NK, names)
     return {k: float(v) for k, v in out.items()}
 
-# %% ../nbs/method/01_advantages.ipynb #d769120c
+
 def _still_groups(r: GroupedRewards, a_NK: Tensor, a: GroupStats) -> dict:
     "Shares of groups (of each rank) with constant rewards, and with advantages of 0."
     s = group_stats(r.rewards_NRK, r.groups)
@@ -559,7 +559,7 @@ class Gate:
     at_most: float | None = None  # and at most this
     how: Literal["zero_fill", "subgroup"] = "zero_fill"  # what those get who fail: 0, or no part
 
-# %% ../nbs/method/01_advantages.ipynb #d57461d6
+
 @configuration
 class AdvantageConfig:
     "How rewards become advantages."
@@ -644,7 +644,7 @@ def _run(
     values = ADVANTAGES[c.mode](x, group_N, r.weights_R, **keys)
     return _checked(c.mode, values, r)
 
-# %% ../nbs/method/01_advantages.ipynb #5f3ace44
+
 def _checked(mode: str, values: Any, r: GroupedRewards) -> Tensor:
     "One finite number per sample, 0 where no reward applies."
     ok = r.ok_NK[:, 0] if r.flat else r.ok_NK
@@ -658,7 +658,7 @@ def _checked(mode: str, values: Any, r: GroupedRewards) -> Tensor:
         raise ValueError(f"The estimator {mode!r} returned {values[tuple(at)].item()} at {at}.")
     return values.float()
 
-# %% ../nbs/method/01_advantages.ipynb #d1604fc4
+
 def _scaled_and_gated(x_NRK: Tensor, names: list[str], c: AdvantageConfig) -> Tensor:
     "Factors and gates on raw rewards, by name."
     for k in [*c.scales, *(k for g in c.gates for k in (g.component, g.on))]:
