@@ -49,9 +49,7 @@ def write_atomic(
         raise
 
 # %% ../nbs/ground/00_files.ipynb #d0bf13e0
-def sha256(
-    path: str | Path,  # a file
-) -> str:
+def sha256(path: str | Path) -> str:
     "The checksum of a file's bytes."
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
@@ -75,10 +73,8 @@ def json_line(row: Mapping[str, Any]) -> bytes:
         return json.dumps(finite(row), **strict).encode() + b"\n"
 
 # %% ../nbs/ground/00_files.ipynb #b34ba38b
-def read_jsonl(
-    path: str | Path,  # a file of one JSON object per line
-) -> tuple[list[dict], list[str]]:  # rows, and one message per broken line
-    "All rows of a JSON-lines file and what could not be read."
+def read_jsonl(path: str | Path) -> tuple[list[dict], list[str]]:
+    "All rows of a JSON-lines file, and one message for each line that could not be read."
     lines = Path(path).read_bytes().removesuffix(b"\n").split(b"\n")
     rows, broken = [], []
     for i, line in enumerate(lines, 1):
@@ -128,11 +124,9 @@ def _repair_tail(path: Path) -> tuple[dict | None, int]:
 class Appender:
     "A JSON-lines file open for appending: one write per call, and a failed write leaves no half line."
 
-    def __init__(
-        self,
-        path: str | Path,  # the file; made if missing, its broken tail is cut
-    ):
+    def __init__(self, path: str | Path):
         self.path = Path(path)
+        # the last whole row, and how many bytes of a broken tail were cut off
         self.last, self.cut = _repair_tail(self.path)
         self.file = open(path, "ab", buffering=0)
         self.size = self.file.seek(0, os.SEEK_END)
@@ -142,11 +136,8 @@ class Appender:
 
 # %% ../nbs/ground/00_files.ipynb #3db9efc9
 @patch
-def write(
-    self: Appender,
-    rows: Iterable[Mapping],  # written together
-) -> None:
-    "Append rows."
+def write(self: Appender, rows: Iterable[Mapping]) -> None:
+    "Append rows, all or none of them."
     data = b"".join(map(json_line, rows))
     try:
         done = self.file.write(data)
@@ -163,7 +154,7 @@ def write(
 class RunLocked(RuntimeError):
     "The directory has a living writer already."
 
-
+# %% ../nbs/ground/00_files.ipynb #de9bc71a
 class Lock:
     "A lock file that names the process that holds it."
 
@@ -179,7 +170,7 @@ class Lock:
         "Give the lock back; in a forked child this does nothing."
         self._lock.release()
 
-# %% ../nbs/ground/00_files.ipynb #de9bc71a
+# %% ../nbs/ground/00_files.ipynb #c50b7d34
 @patch
 def acquire(self: Lock) -> None:
     "Take the lock; `RunLocked` if another writer holds it."
@@ -192,7 +183,7 @@ def acquire(self: Lock) -> None:
         ) from None
     self.path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
 
-
+# %% ../nbs/ground/00_files.ipynb #c834142a
 @patch
 def _holder(self: Lock) -> str:
     try:
@@ -286,7 +277,7 @@ def _hidden_keys(tree, key: str = "") -> list[str]:
         return [found for k, v in tree.items() for found in _hidden_keys(v, f"{at}{k}")]
     return [key] if isinstance(tree, str) and tree == HIDDEN else []
 
-
+# %% ../nbs/ground/00_files.ipynb #4c35a191
 def refuse_hidden(
     tree,  # a configuration that is to be trained with
     skip: tuple[str, ...] = (),  # starts of keys that are not used
@@ -335,7 +326,7 @@ def _pack_list(value: list | tuple, name: str, tensors: dict) -> dict:
     items = [pack(v, f"{name}.{i}", tensors) for i, v in enumerate(one.values())]
     return {kind: items, "index": [place[id(v)] for v in value]}
 
-
+# %% ../nbs/ground/00_files.ipynb #7e1ef745
 def _pack_array(value: Tensor | np.ndarray | np.generic, name: str, tensors: dict) -> dict:
     while name in tensors:  # {"a.b": x, "a": {"b": y}}
         name += "+"

@@ -57,9 +57,7 @@ def _seal(folder: Path, target: Path, about: Mapping[str, Any]) -> Path:
     return target
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #cd2e32b4
-def check_seal(
-    folder: str | Path,
-) -> dict:  # the manifest
+def check_seal(folder: str | Path) -> dict:
     "The manifest of a whole checkpoint; anything else is an error that names the file."
     folder = Path(folder)
     manifest = _manifest(folder)
@@ -140,10 +138,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def checkpoints(
-    root: str | Path,  # folder of checkpoints
-) -> list[Path]:
-    "Checkpoints by the order of saving, the newest first; not verified."
+def checkpoints(root: str | Path) -> list[Path]:
+    "Checkpoints in a folder by the order of saving, the newest first; not verified."
     order = {}
     for path in Path(root).glob("step_*"):
         with contextlib.suppress(CheckpointError, KeyError):
@@ -151,10 +147,8 @@ def checkpoints(
     return sorted(order, key=lambda p: (order[p], p.name), reverse=True)
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #9b53e9e9
-def latest(
-    root: str | Path,  # folder of checkpoints
-) -> Path | None:  # None if there is none
-    "The newest whole checkpoint; damaged ones are named in a warning and passed over."
+def latest(root: str | Path) -> Path | None:
+    "The newest whole checkpoint in a folder; damaged ones are named in a warning and passed over."
     for path in checkpoints(root):
         try:
             check_seal(path)

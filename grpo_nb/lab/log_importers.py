@@ -57,7 +57,7 @@ _TRL_NAMES = {  # of versions before 0.16
 }
 _TRL_TOTALS = re.compile(r"train_(runtime|loss|samples_per_second|steps_per_second)|total_flos")
 
-
+# %% ../../nbs/lab/02_log_importers.ipynb #a12ece30
 def _trainer_state(path: Path) -> Path:
     "The newest trainer_state.json of a folder."
     inside = path.glob("checkpoint-*/trainer_state.json")
@@ -141,7 +141,7 @@ _VERL_SUMS = {  # counter: the per-step amounts it adds up
     "num_tokens": ["perf/total_num_tokens"],
 }
 
-
+# %% ../../nbs/lab/02_log_importers.ipynb #00e29454
 def read_verl(
     path: str | Path,  # JSONL of verl's "file" logger
 ):  # DataFrame; attrs: broken_lines, unknown_keys

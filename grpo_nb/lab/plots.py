@@ -57,7 +57,7 @@ def _smoothed(y, window: int) -> np.ndarray:
     y = pd.Series(np.asarray(y, float))
     return y.rolling(window, center=True, min_periods=1).mean().where(y.notna()).to_numpy()
 
-
+# %% ../../nbs/lab/02_plots.ipynb #6439ccaf
 def _draw_line(ax, x, y, label=None, color=None, smooth: int | None = None) -> None:
     "One line of one metric; smoothed over so many rows, with the raw line behind."
     x, y = np.asarray(x, float), np.asarray(y, float)
@@ -133,7 +133,7 @@ def _logged(frame, metrics: Mapping[str, str] | str) -> dict[str, np.ndarray]:
         raise MissingMetric(f"missing {' or '.join(metrics)}")
     return out
 
-
+# %% ../../nbs/lab/02_plots.ipynb #2273cf12
 def _register_lines(name: str, ylabel: str, metrics: Mapping[str, str] | str, **look) -> None:
     "A panel that draws lines of metrics."
     PANELS.register(name)(lambda frame: Panel(ylabel, _logged(frame, metrics), **look))
@@ -191,7 +191,7 @@ def _clip(frame) -> Panel:
     note = "all 0, as it is with one update per rollout" if flat else ""
     return Panel("clipped (share)", lines, note=note, **_FROM_ZERO)
 
-
+# %% ../../nbs/lab/02_plots.ipynb #c507a5e5
 @PANELS.register("kl_old")
 def _kl_old(frame) -> Panel:
     limit = frame.attrs.get("kl_limit")
@@ -216,7 +216,7 @@ def _grad_norm(frame) -> Panel:
     note = f"{zero:.0%} of steps are 0" if zero else ""
     return Panel("gradient norm", {"norm": x}, log=True, note=note)
 
-
+# %% ../../nbs/lab/02_plots.ipynb #c47abf07
 @PANELS.register("loss")
 def _loss(frame) -> Panel:
     x = need(frame, "loss", "policy_loss")
@@ -240,7 +240,7 @@ def _per_row(frame, name: str) -> np.ndarray:
     starts = len(frame) and frame["step"].iloc[0] <= 1
     return np.diff(need(frame, name), prepend=0.0 if starts else np.nan)
 
-
+# %% ../../nbs/lab/02_plots.ipynb #ca33d7a3
 @PANELS.register("throughput")
 def _throughput(frame) -> Panel:
     seconds, tokens = _per_row(frame, "gen_seconds"), _per_row(frame, "tokens_generated")
@@ -265,7 +265,6 @@ def plot_run(
     panels: str | Sequence[str] | None = None,  # names in PANELS; None = all that have data
     x: str = "step",  # or any counter, such as "tokens_generated"
     smooth: int | None = None,  # moving mean over so many rows, the raw line behind
-    columns: int = 2,
 ):  # Figure; .left_out says which panels have no data
     "The panels of a run."
     frame, drawn, left_out = frame_of(run), {}, {}
@@ -276,11 +275,11 @@ def plot_run(
             drawn[name] = PANELS[name](frame)
         except MissingMetric as e:
             left_out[name] = str(e)
-    fig, axes = make_figure(max(len(drawn), 1), columns)
+    fig, axes = make_figure(max(len(drawn), 1), columns=2)
     for i, (ax, (name, panel)) in enumerate(zip(axes, drawn.items())):
         _draw_panel(ax, panel, frame[x], smooth)
         ax.set_title(name.replace("_", " "), loc="left", fontsize=9)
-        if i >= len(drawn) - columns:
+        if i >= len(drawn) - 2:
             ax.set_xlabel(x.replace("_", " "), fontsize=9)
     if not drawn:
         axes[0].axis("off")
@@ -341,7 +340,7 @@ def _by_label(values, name: str) -> dict[str, np.ndarray]:
     values = {k: v.detach().float().cpu() if hasattr(v, "detach") else v for k, v in values.items()}
     return {k: np.asarray(v, float).ravel() for k, v in values.items()}
 
-
+# %% ../../nbs/lab/02_plots.ipynb #3b68c13f
 def _draw_steps(ax, values: Mapping[str, np.ndarray], bins: int, text: Callable) -> None:
     "Histograms with common edges, as densities; what is not finite is counted in the label."
     good = {k: v[np.isfinite(v)] for k, v in values.items()}

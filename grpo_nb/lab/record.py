@@ -81,9 +81,7 @@ def _torch_state() -> dict:
     }
 
 # %% ../../nbs/lab/01_record.ipynb #54fd2470
-def environment(
-    seeds: Any = None,  # the seeds the run was given
-) -> dict:
+def environment(seeds: Any = None) -> dict:
     "Code, packages, device, threads and seeds of this process, as plain data."
     affinity = getattr(os, "sched_getaffinity", None)
     return {
@@ -211,10 +209,8 @@ def samples(
     return sample_view(frame, view, n, by) if len(frame) else frame
 
 # %% ../../nbs/lab/01_record.ipynb #e98d62b9
-def frame_of(
-    run,  # Run, directory of one, or a frame
-):  # DataFrame
-    "The metrics of whatever is given as a run."
+def frame_of(run: Any):
+    "The metrics of a Run, of the directory of one, or the frame that was given."
     run = Run.open(run) if isinstance(run, (str, Path)) else run
     return run.frame() if isinstance(run, Run) else run
 
@@ -222,16 +218,11 @@ def frame_of(
 class _WandbMirror:
     "Sends what a run logs to wandb as well; any failure turns it off and is reported once."
 
-    def __init__(
-        self,
-        asked: str | dict,  # "offline", "online", or arguments of wandb.init
-        args: dict,  # of wandb.init, where `asked` has none
-        failed: Callable[[str, Exception], None],  # told of the first failure
-    ):
+    def __init__(self, asked: str | dict, args: dict, warn: Callable[[str, str], Any]):
         if isinstance(asked, str):
             asked = {"mode": one_of("wandb", asked, ("offline", "online"))}
         mode = os.environ.get("WANDB_MODE") or asked.get("mode", "online")
-        self.run, self.failed = None, failed
+        self.run, self.warn = None, warn
         with self.guard("start"):
             import wandb
 
@@ -248,7 +239,8 @@ class _WandbMirror:
             yield
         except Exception as e:
             self.run = None
-            self.failed(what, e)
+            text = f"wandb could not {what} ({type(e).__name__}: {e}); going on without it"
+            self.warn("wandb", f"{text}, the run directory has everything.")
 
 # %% ../../nbs/lab/01_record.ipynb #d09824a6
 @patch
@@ -359,7 +351,7 @@ def create(
         args = dict(dir=str(run.dir), name=run.name, config=config)
         if id := run._status.get("wandb_id"):
             args |= {"id": id, "resume": "allow"}
-        run._mirror = _WandbMirror(wandb, args, run._mirror_failed)
+        run._mirror = _WandbMirror(wandb, args, run.warn)
         run._write_status(wandb_id=getattr(run._mirror.run, "id", id))
     return run
 
@@ -442,44 +434,24 @@ def log_samples(
 
 # %% ../../nbs/lab/01_record.ipynb #98f3bbf6
 @patch
-def event(
-    self: Run,
-    kind: str,  # start, resume, warning, stop, ...
-    **fields,  # any plain data
-) -> None:
-    "Append an event with the time."
+def event(self: Run, kind: str, **fields) -> None:
+    "Append an event (start, resume, warning, stop, ...) with the time and any plain data."
     self._start()
     row = {"time": _now(), "kind": kind} | hide_secrets(plain(fields, kind))
     self._files["events"].write([row])
 
 # %% ../../nbs/lab/01_record.ipynb #89d38611
 @patch
-def warn(
-    self: Run,
-    key: str,  # what the warning is about: each key warns once per session
-    message: str,
-    **fields,  # numbers that belong to it
-) -> bool:  # True the first time
-    "Warn once, and note it in the events."
-    if key in self._warned:
-        return False
-    self._warned.add(key)
-    self.event("warning", about=key, message=message, **fields)
-    warnings.warn(f"{self.name}: {message}", stacklevel=2)
-    return True
+def warn(self: Run, key: str, message: str, **fields) -> None:
+    "Warn once for each key, and note it in the events."
+    if key not in self._warned:
+        self._warned.add(key)
+        self.event("warning", about=key, message=message, **fields)
+        warnings.warn(f"{self.name}: {message}", stacklevel=2)
 
 # %% ../../nbs/lab/01_record.ipynb #0fc310a6
 @patch
-def _mirror_failed(self: Run, what: str, error: Exception) -> None:
-    text = f"wandb could not {what} ({type(error).__name__}: {error}); going on without it"
-    self.warn("wandb", f"{text}, the run directory has everything.")
-
-# %% ../../nbs/lab/01_record.ipynb #95460bd6
-@patch
-def mark(
-    self: Run,
-    state: str,  # running, finished, failed, interrupted, stopped
-) -> None:
+def mark(self: Run, state: str) -> None:
     "Write the state without closing the run: a script that trains may end or wait at any time."
     with contextlib.suppress(OSError):  # a full disk is told by what cannot do without it
         self._write_status(state=state)
@@ -488,7 +460,7 @@ def mark(
 @patch
 def close(
     self: Run,
-    state: str = "finished",  # finished, failed, interrupted, stopped
+    state: str = "finished",  # or failed, interrupted, stopped
 ) -> None:
     "Write the final status, finish wandb, give the lock back; a second call does nothing."
     if self._lock is None or not self._lock.held:
@@ -534,8 +506,6 @@ def truncate_after(
     return removed
 
 # %% ../../nbs/lab/01_record.ipynb #2372ce05
-def is_timing(
-    name: str,  # a metric
-) -> bool:
+def is_timing(name: str) -> bool:
     "True for metrics that measure time and so differ between two runs of the same computation."
     return bool(re.search(r"(_seconds|_per_second|_time|_ms)$|^(time|timing_s|perf)/", name))
