@@ -23,7 +23,6 @@ from grpo_nb.lab.checkpoint import (
     checkpoints,
     latest,
     read_state,
-    seal,
 )
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.session import check_resume
@@ -241,7 +240,7 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path):
     (tmp_path / ".new").mkdir()
     (tmp_path / ".new" / "policy.safetensors").write_bytes(pickle.dumps(Evil()))
     (tmp_path / ".new" / "state.json").write_text(json.dumps({"policy": {"tensor": "_"}}))
-    seal(
+    checkpoint._seal(
         tmp_path / ".new",
         tmp_path / "step_1",
         {"step": 1, "order": 1, "metrics": {}, "versions": {}},
