@@ -44,7 +44,7 @@ def _split_groups(rollout: Rollout, num_groups: int) -> tuple[Rollout, Rollout]:
 class FilterCapError(ValueError):
     "The limit of generation batches was reached before the batch was full."
 
-
+# %% ../nbs/method/02_collector.ipynb #cb1019af
 @dataclass
 class Collected:
     "One step's batch and how it came about."
@@ -147,7 +147,7 @@ def begin(
     self.status = "open"
     self._settle()
 
-
+# %% ../nbs/method/02_collector.ipynb #5c1e43c3
 @patch
 def _hold(self: GroupCollector, piece: Rollout):
     if len(piece):
@@ -344,7 +344,7 @@ def _counts(self: GroupCollector) -> dict[str, float]:
     names = ("groups", "kept", "filtered", "high", "low", "rate")
     return dict(zip(names, (groups, kept, filtered, high, low, rate)))
 
-
+# %% ../nbs/method/02_collector.ipynb #3c47959e
 @patch
 def _expected(self: GroupCollector, rate: float) -> float:
     "Generation batches that the cost model predicts for the filter rate of the step."
@@ -402,7 +402,7 @@ _CAUSES = {  # reason: what to do about it
     "all_low": "all samples are wrong: the tasks are too hard, or the reward function does not find the answer",
 }
 
-
+# %% ../nbs/method/02_collector.ipynb #9032e7d3
 def _likely_cause(reasons: Mapping[str, int]) -> tuple[str, str]:
     "Why groups were filtered: the reason of four in five of them, and a sentence."
     total = sum(n for reason, n in reasons.items() if reason != "kept")
@@ -446,7 +446,7 @@ _WARNINGS = {
     "'train_partial' or 'skip_step'.",
 }
 
-
+# %% ../nbs/method/02_collector.ipynb #e0375bb6
 @patch
 def _warn(self: GroupCollector, holds: Mapping[str, Any], **numbers):
     for key, true in holds.items():
@@ -496,7 +496,7 @@ def _warn_of_steps(self: GroupCollector, dropped: int):
 _PLAIN = "status num_held gen_steps policy_version filter_rate seen window warnings".split()
 _ROLLOUTS = ("held", "carried", "unrewarded")
 
-
+# %% ../nbs/method/02_collector.ipynb #82b6e2b7
 @patch
 def state_dict(self: GroupCollector) -> dict:  # {"json": ..., "tensors": {name: tensor}}
     "Everything needed to go on, also in the middle of a step."

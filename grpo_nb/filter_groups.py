@@ -50,7 +50,7 @@ def _as_columns(values: Tensor | np.ndarray | Sequence) -> Tensor:
     x = x.reshape(len(x), math.prod(x.shape[1:]))
     return x if x.shape[1] else x.new_full((len(x), 1), torch.nan)
 
-
+# %% ../nbs/method/01_filter_groups.ipynb #00a355b0
 def _column_stats(x_NC: Tensor, groups: Groups) -> GroupStats:
     "(P, C) statistics of each group and column, deviation with ddof 0; infinities are refused."
     stats = group_stats(x_NC.to(groups.size_P.device), groups, ddof=0)
@@ -130,7 +130,7 @@ def keep_groups(
         groups, values_NC, range_2C, stats, signal_P, keep_P & ~outside_P, reason_P
     )
 
-
+# %% ../nbs/method/01_filter_groups.ipynb #70810a92
 def _kept_singles(single_P: Tensor, singles: str) -> Tensor:
     if one_of("singles", singles, ("keep", "drop", "error")) == "error" and single_P.any():
         raise ValueError(
@@ -240,7 +240,7 @@ _TOTALS = {  # the token arrays that hold a total; without them it is the sum of
     "token_level_rewards": _AFTER_KL,
 }
 
-
+# %% ../nbs/method/01_filter_groups.ipynb #2c4d953d
 def resolve_metric(
     rollout: Rollout,  # N samples
     metric: str | Callable[[Rollout], Any],  # a name, or a function giving (N,) numbers
@@ -340,13 +340,13 @@ def metric_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     "One of the named metrics varies."
     return varies(_metric_values(rollout, config), rollout.group_N, config.min_spread)
 
-
+# %% ../nbs/method/01_filter_groups.ipynb #95eb3c85
 @RULES.register("all_components")
 def component_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     "A reward component varies that has a weight."
     return varies(weighted_components(rollout, config), rollout.group_N, config.min_spread)
 
-
+# %% ../nbs/method/01_filter_groups.ipynb #0023664c
 @RULES.register("sum")
 def sum_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     "The weighted sum of the components varies."

@@ -85,7 +85,7 @@ class _Shape(NamedTuple):
     scale: float
     cap: float | None
 
-
+# %% ../../nbs/method/02_policies.decoding.ipynb #d921a2d2
 def _chunks(hidden, weight, bias, target, shape: _Shape, chunk: int) -> Iterator[tuple]:
     "Place, hidden states, targets, shaped logits, and derivative of the soft cap of each chunk."
     same = hidden.dtype == weight.dtype and hidden.dtype in (torch.float32, torch.float64)
@@ -278,7 +278,7 @@ def run(
     hidden = out.logits if model is self.model else out.last_hidden_state
     return hidden, (getattr(out, name) if use_cache else None)
 
-
+# %% ../../nbs/method/02_policies.decoding.ipynb #90057726
 @functools.cache
 def _cache_argument(kind: type) -> str:
     "What this version of transformers calls the cache."
@@ -320,7 +320,7 @@ def _reserve_cache(cache, index: Tensor, extra: int):
         cache.batch_select_indices(index)
     return cache
 
-
+# %% ../../nbs/method/02_policies.decoding.ipynb #7a726644
 @functools.cache
 def _reserved_layer() -> type:
     "The class of such a layer; transformers is loaded when it is needed."
@@ -502,7 +502,7 @@ def decoder(self: Network, fast: bool = True) -> Decoder:
         self.found["fast"] = _is_plain_llama(self.model) and _decoders_agree(self)
     return LlamaDecoder(self) if self.found["fast"] else Decoder(self)
 
-
+# %% ../../nbs/method/02_policies.decoding.ipynb #dfcc0232
 @torch.no_grad()
 def _decoders_agree(network: Network) -> bool:
     "The same logits for two prompts, three samples, two tokens and a row left behind."

@@ -23,7 +23,7 @@ from ..core import seed_of
 class ModelNotFound(ValueError):
     "There is no model under this name."
 
-
+# %% ../../nbs/method/02_policies.loading.ipynb #fb7a7c7a
 def load_model(
     source: str | Path,  # a folder, a hub name, a *.gguf file, or "gguf:PACKAGE"
     dtype: str | torch.dtype = torch.float32,  # precision of the weights
@@ -104,9 +104,9 @@ def _convert_gguf(path: str) -> Path:
     path = Path(path)
     if not path.is_file():
         raise ModelNotFound(f"No GGUF file at {path}.")
-    root = Path(os.environ.get("GRPO_NB_CACHE") or Path.home() / ".cache" / "grpo_nb")
     stat = path.stat()
     key = seed_of(stat.st_size, path.name, stat.st_mtime_ns) % 16**8
+    root = Path(os.environ.get("GRPO_NB_CACHE") or Path.home() / ".cache" / "grpo_nb")
     target = root / f"{path.stem}-{key:08x}"
     if (target / "done.json").exists():
         return target
@@ -118,15 +118,19 @@ def _convert_gguf(path: str) -> Path:
         vars(model).pop(name, None)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=root) as tmp:
+    _keep_folder(model, tokenizer, target, {"source": path.name, "bytes": stat.st_size})
+    return target
+
+# %% ../../nbs/method/02_policies.loading.ipynb #7d3f9884
+def _keep_folder(model: nn.Module, tokenizer, target: Path, note: dict):
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=target.parent) as tmp:
         folder = Path(tmp) / "model"
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        (folder / "done.json").write_text(json.dumps({"source": path.name, "bytes": stat.st_size}))
+        (folder / "done.json").write_text(json.dumps(note))
         if not target.exists():
             os.replace(folder, target)
-    return target
 
 # %% ../../nbs/method/02_policies.loading.ipynb #d43a372d
 def stop_tokens(model: nn.Module, tokenizer) -> list[int]:

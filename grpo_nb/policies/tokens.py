@@ -96,7 +96,7 @@ def from_pretrained(
     "Load model and tokenizer, see `load_model`."
     return cls(*load_model(source, dtype, device), **kwargs)
 
-
+# %% ../../nbs/method/03_policies.tokens.ipynb #73176078
 @patch
 def save_pretrained(
     self: TokenPolicy,
@@ -113,7 +113,7 @@ def parameters(self: TokenPolicy) -> list[nn.Parameter]:
     "The trainable parameters, for an optimizer."
     return [p for p in self.model.parameters() if p.requires_grad]
 
-
+# %% ../../nbs/method/03_policies.tokens.ipynb #55858707
 @patch
 def state_dict(self: TokenPolicy) -> dict[str, Tensor]:
     "The weights; of a LoRA policy the additions only."
@@ -293,7 +293,7 @@ def logp(
     "Log-probability of every completion token under the present weights."
     return self._scored(rollout, entropy=False)[0]
 
-
+# %% ../../nbs/method/03_policies.tokens.ipynb #a6ae38f6
 @patch
 def logp_entropy(
     self: TokenPolicy,
