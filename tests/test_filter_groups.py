@@ -206,16 +206,6 @@ def test_matches_the_definition_and_ignores_order(rows, rnd):
     assert kept(shuffled) == want
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 10**6))
-def test_kept_exactly_where_an_advantage_would_be_nonzero(P, G, seed):
-    rng = torch.Generator().manual_seed(seed)
-    r = torch.randint(0, 2, (P, G), generator=rng).double() * 0.7
-    d = keep_groups(r.flatten(), torch.arange(P).repeat_interleave(G), singles="drop")
-    spread = (r - r[:, :1]).abs().amax(1) > 0
-    assert torch.equal(d.keep_P, spread)
-
-
 def test_groups_of_one_valid_value_may_be_refused():
     values, ids = [1, nan, nan, nan, 0, 1, 5], ["a", "a", "b", "b", "c", "c", "d"]
     with pytest.raises(ValueError, match="2 of 4 groups have one valid sample"):
@@ -420,15 +410,6 @@ def test_every_state_refuses_what_does_not_fit_it():
         c.add(groups_of(LIVE))
     with pytest.raises(ValueError, match="num_generations=1"):
         GroupCollector(FilterGroupsConfig(**QUIET), 4, num_generations=1)
-
-
-def test_feedback_sees_every_group_before_the_next_batch_is_sampled():
-    seen = []
-    c = GroupCollector(FilterGroupsConfig(**QUIET), 2, on_rewarded=lambda r: seen.append(r.tasks))
-    batches = [groups_of(DEAD, LIVE), groups_of(LIVE, [0, 0], DEAD)]
-    told = []
-    c.collect(lambda n: told.append(len(seen)) or batches[len(told) - 1])
-    assert told == [0, 1] and seen == [b.tasks for b in batches]
 
 
 def test_the_trainers_weights_hold_unless_the_filter_names_its_own():
