@@ -147,11 +147,12 @@ def configuration(
         extra="forbid", validate_assignment=True, arbitrary_types_allowed=True
     )
     cls = pydantic_dataclass(cls, config=options)
-    init, set_field = cls.__init__, cls.__setattr__
+    init, set_field, signature = cls.__init__, cls.__setattr__, inspect.signature(cls)
 
     def checked_init(self, *args, **values):
+        named = signature.bind_partial(*args).arguments  # messages name the field, not its place
         try:
-            init(self, *args, **values)
+            init(self, **named, **values)
         except pydantic.ValidationError as e:
             raise ValueError(_one_line(e, type(self))) from None
 
@@ -161,7 +162,7 @@ def configuration(
         except pydantic.ValidationError as e:
             raise ValueError(_one_line(e, type(self))) from None
 
-    checked_init.__signature__ = inspect.signature(cls)
+    checked_init.__signature__ = signature
     cls.__init__ = checked_init
     cls.__setattr__ = checked_set
     return cls

@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['POLICY_LOSSES', 'LOG_RATIO_MAX', 'LEVELS', 'AGGREGATIONS', 'KL_KINDS', 'apply_mask', 'to_ratio', 'Clip', 'ppo',
            'cispo', 'sapo', 'reinforce', 'dro', 'at_level', 'log_ratio', 'gspo', 'geo_mean', 'vespo', 'dppo_tv',
-           'dppo_kl', 'clip_cov', 'kl_cov', 'covariance', 'top_covariance', 'band_covariance', 'window_counts',
-           'aggregate', 'kl_penalty', 'high_entropy_mask', 'off_policy_keep', 'Metric', 'report', 'LossConfig',
-           'policy_loss']
+           'dppo_kl', 'kl_cov', 'clip_cov', 'window_counts', 'aggregate', 'kl_penalty', 'high_entropy_mask',
+           'off_policy_keep', 'Metric', 'report', 'LossConfig', 'policy_loss']
 
 # %% ../nbs/method/01_losses.ipynb #61f2cf12
 import inspect
@@ -20,7 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .config import Count, Finite, NonNegative, Positive, configuration, number_in, one_of
+from grpo_nb.config import (
+    Count,
+    Finite,
+    NonNegative,
+    Positive,
+    check_number,
+    configuration,
+    number_in,
+    one_of,
+)
 from .core import Registry, masked_mean, masked_sum
 
 # %% ../nbs/method/01_losses.ipynb #82b0825e
@@ -112,8 +120,7 @@ def _by_sign(advantage_NS: Tensor, positive: float, negative: float) -> Tensor:
 @POLICY_LOSSES.register()
 def sapo(log_ratio_NS, advantage_NS, tau_pos=1.0, tau_neg=1.05):
     "Soft gate around ratio 1: the larger tau, the more it damps."
-    if tau_pos <= 0 or tau_neg <= 0:
-        raise ValueError(f"Temperatures must be positive, got {tau_pos} and {tau_neg}.")
+    check_number("The lower temperature", min(tau_pos, tau_neg), 0, above=True)
     tau_NS = _by_sign(advantage_NS, tau_pos, tau_neg)
     return -advantage_NS * torch.sigmoid(tau_NS * (to_ratio(log_ratio_NS) - 1)) * 4 / tau_NS
 
@@ -127,8 +134,7 @@ def reinforce(log_ratio_NS, advantage_NS, logp_NS):
 @POLICY_LOSSES.register()
 def dro(log_ratio_NS, advantage_NS, logp_NS, beta):
     "Policy gradient with a squared log-ratio penalty of strength `beta`, which sets the scale of the advantage."
-    if beta is None or beta <= 0:
-        raise ValueError(f"beta must be positive, got {beta}.")
+    check_number("beta", beta, 0, above=True)
     return 0.5 * beta * log_ratio_NS.square() - advantage_NS * logp_NS
 
 # %% ../nbs/method/01_losses.ipynb #bd53235f
@@ -151,11 +157,7 @@ def at_level(
     return mean_NS if level == "sequence" else x_NS - x_NS.detach() + mean_NS.detach()
 
 # %% ../nbs/method/01_losses.ipynb #353f0a70
-def _item_mean(
-    x_NS: Tensor,  # (N, S) values
-    mask_NS: Tensor,  # (N, S) steps that count
-    item_NS: Tensor,  # (N, S) integer: which item of its row a step belongs to
-) -> Tensor:  # (N, S) the mean of its item at each step, 0 outside the mask
+def _item_mean(x_NS: Tensor, mask_NS: Tensor, item_NS: Tensor) -> Tensor:
     "Mean over the steps of each item; text around the items is an item too, under an id of its own (say -1)."
     index_NS, width = _item_index(item_NS, mask_NS)
     x_NS, count_NS = apply_mask(x_NS, mask_NS), apply_mask(mask_NS, mask_NS).to(x_NS.dtype)
@@ -176,12 +178,8 @@ def _item_index(item_NS, mask_NS) -> tuple[Tensor, int]:
     return index_NS, max(len(ids), 1)
 
 # %% ../nbs/method/01_losses.ipynb #1687b7b1
-def _unit_mask(
-    mask_NS: Tensor,  # (N, S) steps that count
-    level: str = "token",  # "token": all of them; "sequence...": the first of each row; "item": of each item
-    item_NS: Tensor | None = None,  # (N, S) item ids, for level "item"
-) -> Tensor:  # (N, S) bool
-    "One step for every unit of a level."
+def _unit_mask(mask_NS: Tensor, level: str = "token", item_NS: Tensor | None = None) -> Tensor:
+    "One step for every unit of a level: each, the first of its row, or the first of its item."
     mask_NS = mask_NS.bool()
     if level == "token":
         return mask_NS
@@ -237,37 +235,30 @@ def geo_mean(log_ratio_NS, advantage_NS, mask_NS, clip=_GMPO_CLIP, weight_NS=Non
 # %% ../nbs/method/01_losses.ipynb #8cf3236f
 @POLICY_LOSSES.register()
 def vespo(
-    log_ratio_NS: Tensor,  # (N, S) log ratio at token level
-    advantage_NS: Tensor,  # (N, S)
-    mask_NS: Tensor,  # (N, S) steps that count
-    logp_NS: Tensor,  # (N, S) log-probabilities now
-    k_pos: float = 2.0,  # power for advantages >= 0
-    lambda_pos: float = 3.0,  # decay for advantages >= 0
-    k_neg: float = 3.0,  # power for negative advantages
-    lambda_neg: float = 2.0,  # decay for negative advantages
-    weight_NS: Tensor | None = None,  # (N, S) importance weights, multiplied into w
-) -> Tensor:  # (N, S) loss of each step
+    log_ratio_NS, advantage_NS, mask_NS, logp_NS, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0
+):  # fmt: skip
     "Policy gradient with a gamma-shaped weight of the sequence ratio."
-    floor, limit = math.log(1e-8), LOG_RATIO_MAX
-    log_w_N = log_ratio_NS.detach().clamp(-limit, limit).sum(1)
-    if weight_NS is not None:
-        one_NS = torch.where(mask_NS, weight_NS, 1.0)
-        log_w_N = log_w_N + one_NS.log().clamp(floor, limit).sum(1)
-    log_w_N1 = log_w_N.clamp(floor, limit)[:, None]
+    log_w_N1 = log_ratio_NS.detach().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).sum(1, keepdim=True)
+    log_w_N1 = log_w_N1.clamp(math.log(1e-8), LOG_RATIO_MAX)
     k_NS = _by_sign(advantage_NS, k_pos, k_neg)
     lambda_NS = _by_sign(advantage_NS, lambda_pos, lambda_neg)
     phi_NS = (lambda_NS + k_NS * log_w_N1 - lambda_NS * log_w_N1.exp()).exp()
     return -phi_NS * advantage_NS * logp_NS
 
 # %% ../nbs/method/01_losses.ipynb #49ef7ea5
+def _trusting(trusted_NS, log_ratio_NS, advantage_NS, logp_NS, ratio_max) -> Tensor:
+    "Policy gradient of the trusted steps with a truncated importance weight."
+    weight_NS = torch.where(trusted_NS, to_ratio(log_ratio_NS).clamp(max=ratio_max), 0.0).detach()
+    return -weight_NS * advantage_NS * logp_NS
+
+
 @POLICY_LOSSES.register()
 def dppo_tv(log_ratio_NS, advantage_NS, logp_NS, old_logp_NS, low=0.2, high=None, ratio_max=20.0):
     "Policy gradient where the probability rose by at most `high` (advantage > 0) or fell by at most `low`."
     high = low if high is None else high
     moved_NS = logp_NS.detach().exp() - old_logp_NS.exp()
     trusted_NS = torch.where(advantage_NS > 0, moved_NS <= high, moved_NS >= -low)
-    weight_NS = torch.where(trusted_NS, to_ratio(log_ratio_NS).clamp(max=ratio_max), 0.0).detach()
-    return -weight_NS * advantage_NS * logp_NS
+    return _trusting(trusted_NS, log_ratio_NS, advantage_NS, logp_NS, ratio_max)
 
 # %% ../nbs/method/01_losses.ipynb #69f985f9
 @POLICY_LOSSES.register()
@@ -279,71 +270,43 @@ def dppo_kl(log_ratio_NS, advantage_NS, logp_NS, old_logp_NS, low=0.05, high=Non
     kl_NS = q_NS * (old_logp_NS - logp_NS.detach()) + (1 - q_NS) * rest_NS
     up_NS, down_NS = (kl_NS <= high) | (p_NS <= q_NS), (kl_NS <= low) | (p_NS >= q_NS)
     trusted_NS = torch.where(advantage_NS > 0, up_NS, down_NS)
-    weight_NS = torch.where(trusted_NS, to_ratio(log_ratio_NS).clamp(max=ratio_max), 0.0).detach()
-    return -weight_NS * advantage_NS * logp_NS
+    return _trusting(trusted_NS, log_ratio_NS, advantage_NS, logp_NS, ratio_max)
 
 # %% ../nbs/method/01_losses.ipynb #464afe2a
-@POLICY_LOSSES.register()
-def clip_cov(log_ratio_NS, advantage_NS, selected_NS, clip=_PPO_CLIP):
-    "Clipped surrogate without the selected steps (of `band_covariance`)."
-    return torch.where(selected_NS, 0.0, ppo(log_ratio_NS, advantage_NS, clip))
+def _covariance(logp_NS, advantage_NS, mask_NS) -> Tensor:
+    "Centred advantage times centred log-probability; -inf outside the mask."
+    p_NS = logp_NS.detach() - masked_mean(logp_NS.detach(), mask_NS)
+    a_NS = advantage_NS - masked_mean(advantage_NS, mask_NS)
+    return torch.where(mask_NS, a_NS * p_NS, -torch.inf)
 
 
-@POLICY_LOSSES.register()
-def kl_cov(log_ratio_NS, advantage_NS, selected_NS, coef=1.0):
-    "Unclipped surrogate that pulls the selected steps (of `top_covariance`) towards the old policy."
-    pull_NS = torch.where(selected_NS, coef * log_ratio_NS.abs(), 0.0)
-    return -advantage_NS * to_ratio(log_ratio_NS) + pull_NS
+def _at_most(share: float, mask_NS: Tensor) -> int:
+    "That share of the steps, but one at least."
+    return max(1, int(share * int(mask_NS.sum())))
 
 # %% ../nbs/method/01_losses.ipynb #b15701e2
-def covariance(
-    logp_NS: Tensor,  # (N, S) log-probabilities
-    advantage: Tensor,  # (N,) or (N, S)
-    mask_NS: Tensor,  # (N, S) steps that count
-) -> Tensor:  # (N, S) share of each step in the covariance; -inf outside the mask
-    "Centred advantage times centred log-probability, over all steps of the window."
-    a_NS, p_NS = apply_mask(advantage, mask_NS), apply_mask(logp_NS.detach(), mask_NS)
-    cov_NS = (a_NS - masked_mean(a_NS, mask_NS)) * (p_NS - masked_mean(p_NS, mask_NS))
-    return torch.where(mask_NS.bool(), cov_NS, -torch.inf)
-
-
-def top_covariance(
-    cov_NS: Tensor,  # (N, S) of `covariance`
-    share: float = 2e-4,  # share of the steps to select, at least one step
-) -> Tensor:  # (N, S) bool
-    "The steps of greatest covariance."
-    count = int(cov_NS.isfinite().sum())
-    best = cov_NS.flatten().topk(min(count, max(1, int(count * share)))).indices
-    return (
-        torch.zeros_like(cov_NS, dtype=torch.bool)
-        .flatten()
-        .index_fill(0, best, True)
-        .view_as(cov_NS)
-    )
+@POLICY_LOSSES.register()
+def kl_cov(log_ratio_NS, advantage_NS, logp_NS, mask_NS, coef=1.0, share=2e-4):
+    "Unclipped surrogate that pulls a share of the steps, those of greatest covariance, towards the old policy."
+    cov_NS = _covariance(logp_NS, advantage_NS, mask_NS)
+    count = min(_at_most(share, mask_NS), int(mask_NS.sum()))
+    chosen = cov_NS.flatten().topk(count).indices
+    pull_NS = torch.zeros_like(log_ratio_NS).flatten().index_fill(0, chosen, coef).view_as(cov_NS)
+    return -advantage_NS * to_ratio(log_ratio_NS) + pull_NS * log_ratio_NS.abs()
 
 # %% ../nbs/method/01_losses.ipynb #65ff8b98
-def band_covariance(
-    cov_NS: Tensor,  # (N, S) of `covariance`
-    low: float = 1.0,  # covariance above which a step may be selected
-    high: float = 5.0,  # and below which
-    share: float = 2e-4,  # greatest share of the steps to select
-    generator: torch.Generator | None = None,  # draws if there are too many candidates
-    exclude_NS: Tensor | None = None,  # (N, S) bool: never selected, say what is clipped already
-) -> Tensor:  # (N, S) bool
-    "A random share of the steps whose covariance lies between `low` and `high`."
-    most = max(1, int(share * int(cov_NS.isfinite().sum())))
-    free_NS = (cov_NS > low) & (cov_NS < high)
-    if exclude_NS is not None:
-        free_NS = free_NS & ~exclude_NS
+@POLICY_LOSSES.register()
+def clip_cov(
+    log_ratio_NS, advantage_NS, logp_NS, mask_NS, clip=_PPO_CLIP, low=1.0, high=5.0, share=2e-4
+):  # fmt: skip
+    "Clipped surrogate without a share of the steps that have a covariance between `low` and `high`."
+    loss_NS = ppo(log_ratio_NS, advantage_NS, clip)
+    cov_NS, ratio_NS = _covariance(logp_NS, advantage_NS, mask_NS), to_ratio(log_ratio_NS)
+    beyond_NS = torch.where(advantage_NS > 0, ratio_NS > clip.bounds[1], ratio_NS < clip.bounds[0])
+    free_NS = (cov_NS > low) & (cov_NS < high) & ~(beyond_NS & (advantage_NS != 0))
     found = free_NS.flatten().nonzero()[:, 0]
-    if len(found) > most:
-        if generator is None:
-            raise ValueError(
-                f"{len(found)} steps lie in the band and {most} may be selected: give a generator."
-            )
-        order = torch.randperm(len(found), generator=generator, device=generator.device)
-        found = found[order[:most].to(found.device)]
-    return torch.zeros_like(free_NS).flatten().index_fill(0, found, True).view_as(free_NS)
+    found = found[:: math.ceil(len(found) / _at_most(share, mask_NS)) or 1]
+    return loss_NS.flatten().index_fill(0, found, 0.0).view_as(loss_NS)
 
 # %% ../nbs/method/01_losses.ipynb #7058d2e5
 AGGREGATIONS = Registry("aggregation")  # f(loss_NS, mask_NS, tokens, rows, max_length, item_NS)
@@ -459,21 +422,15 @@ def kl_penalty(
     return kl_NS
 
 # %% ../nbs/method/01_losses.ipynb #6801add6
-def high_entropy_mask(
-    entropy_NS: Tensor,  # (N, S) entropies of the whole window
-    mask_NS: Tensor,  # (N, S) steps that count
-    share: float = 0.2,  # share of the steps to keep
-) -> Tensor:  # (N, S) bool
-    "The steps of highest entropy (arXiv 2506.01939)."
-    if not 0 < share <= 1:
-        raise ValueError(f"share must lie in (0, 1], got {share}.")
-    mask_NS = mask_NS.bool()
+def high_entropy_mask(entropy_NS: Tensor, mask_NS: Tensor, share: float = 0.2) -> Tensor:
+    "The given share of the steps of a window, those of highest entropy (arXiv 2506.01939), as (N, S) bool."
+    check_number("share", share, 0, 1, above=True)
     if not mask_NS.any():
-        return mask_NS
-    bound = np.quantile(entropy_NS[mask_NS].detach().cpu().double().numpy(), 1 - share)
-    return mask_NS & (apply_mask(entropy_NS, mask_NS) >= float(bound))
+        return mask_NS.bool()
+    bound = np.quantile(entropy_NS[mask_NS.bool()].detach().cpu().double().numpy(), 1 - share)
+    return mask_NS.bool() & (apply_mask(entropy_NS, mask_NS) >= float(bound))
 
-
+# %% ../nbs/method/01_losses.ipynb #369d1efc
 def off_policy_keep(
     logp_NS: Tensor,  # (N, S) log-probabilities now
     sampler_logp_NS: Tensor,  # (N, S) when sampled; NaN = unknown, no evidence of drift
@@ -524,14 +481,8 @@ def report(
     return out
 
 # %% ../nbs/method/01_losses.ipynb #12168eda
-def _clip_metrics(
-    log_ratio_NS: Tensor,  # (N, S) log ratio
-    advantage: Tensor,  # (N,) or (N, S)
-    mask_NS: Tensor,  # (N, S) units that count, see `_unit_mask`
-    bounds: tuple[float, float],  # least and greatest ratio that is not clipped
-    dual: float | None = None,  # bound of the dual clip
-) -> dict[str, Metric]:
-    "Shares of clipped units: over all, and the least and greatest of a row."
+def _clip_metrics(log_ratio_NS, advantage, mask_NS, bounds, dual=None) -> dict[str, Metric]:
+    "Shares of clipped units (see `_unit_mask`): over all, and the least and greatest of a row."
     mask_NS = mask_NS.bool()
     ratio_NS, a_NS = log_ratio_NS.detach().exp(), apply_mask(advantage, mask_NS)
     low_N = ((ratio_NS < bounds[0]) & (a_NS < 0)).sum(1)
@@ -581,7 +532,14 @@ class LossConfig:
             raise ValueError(
                 f"{self.policy_loss!r} averages the ratio itself: leave level at 'token'."
             )
-        _try_once(self)
+        a = self.arguments()
+        cap, wall = a.get("ratio_max"), a["clip"].bounds[1] if "clip" in a else 0
+        if cap is not None and cap < wall:
+            raise ValueError(
+                f"ratio_max={cap} is an absolute cap and must not lie below the clip's bound {wall}."
+            )
+        zero, one = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+        _policy_term(self, zero, zero, one, logp_NS=zero, old_logp_NS=zero)  # refuses wrong options
         _warn_by_length(self)
 
     def arguments(self) -> dict:
@@ -613,18 +571,6 @@ class LossConfig:
 _ROW_LOSSES = ("gspo", "geo_mean", "gmpo", "vespo")  # these average the ratio themselves
 
 
-def _try_once(config: LossConfig):
-    "Evaluate the policy loss on one step, so that options it refuses are refused when they are read."
-    options = config.arguments()
-    clip, cap = options.get("clip"), options.get("ratio_max")
-    if clip is not None and cap is not None and cap < clip.bounds[1]:
-        raise ValueError(
-            f"ratio_max={cap} is an absolute cap and must not lie below the clip's bound {clip.bounds[1]}."
-        )
-    zero, one = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    _policy_term(config, zero, zero, one, logp_NS=zero, old_logp_NS=zero, selected_NS=one)
-
-
 def _warn_by_length(config: LossConfig):
     "Warn of a sequence ratio whose loss is summed over tokens."
     sequence = config.level.startswith("sequence") or config.policy_loss == "gspo"
@@ -640,21 +586,14 @@ def _warn_by_length(config: LossConfig):
 def _policy_term(config, log_ratio_NS, advantage, mask_NS, **tensors) -> Tensor:
     "Loss of each step, weighted (N, S). Of `tensors`, the policy loss gets what it asks for."
     f = POLICY_LOSSES[config.policy_loss]
-    asked, given = inspect.signature(f).parameters, config.arguments()
-    if "selected_NS" in asked and tensors.get("selected_NS") is None:
-        raise ValueError(
-            f"{config.policy_loss!r} needs selected_NS, chosen over the whole window: see `covariance`."
-        )
-    for name, x in tensors.items():
-        if name in asked and x is not None:
-            given[name] = x if x.dtype == torch.bool else apply_mask(x, mask_NS)
-    if "mask_NS" in asked:
-        given["mask_NS"] = mask_NS
-    step_NS = f(apply_mask(log_ratio_NS, mask_NS), apply_mask(advantage, mask_NS), **given)
-    weight_NS = tensors.get("weight_NS")
-    if weight_NS is None or "weight_NS" in asked:
+    asked = inspect.signature(f).parameters
+    tensors = {k: apply_mask(x, mask_NS) for k, x in tensors.items() if x is not None}
+    given = {k: x for k, x in (tensors | {"mask_NS": mask_NS}).items() if k in asked}
+    x_NS, a_NS = apply_mask(log_ratio_NS, mask_NS), apply_mask(advantage, mask_NS)
+    step_NS = f(x_NS, a_NS, **config.arguments(), **given)
+    if "weight_NS" in asked or "weight_NS" not in tensors:
         return step_NS
-    return step_NS * apply_mask(weight_NS, mask_NS).detach()
+    return step_NS * tensors["weight_NS"].detach()
 
 
 def _kl_term(config, logp_NS, old_logp_NS, ref_logp_NS, mask_NS, item_NS) -> Tensor:
@@ -702,7 +641,6 @@ def policy_loss(
     weight_NS: Tensor | None = None,  # (N, S) factors of the policy term, say 0 for steps left out
     entropy_NS: Tensor | None = None,  # (N, S) entropies, if entropy_coef is not 0
     kl_mask_NS: Tensor | None = None,  # (N, S) steps that get the KL term; None: mask_NS
-    selected_NS: Tensor | None = None,  # (N, S) bool, for "clip_cov" and "kl_cov"
     window: Tensor | None = None,  # (2, 2) of `window_counts`; None: this batch is the window
 ) -> tuple[Tensor, dict[str, Metric]]:  # scalar to call backward on; detached metrics for `report`
     "Loss of one micro-batch; over the micro-batches of a window losses and metrics add up exactly."
@@ -718,10 +656,8 @@ def policy_loss(
 
     token_NS = log_ratio(logp_NS, old_logp_NS, mask_NS)
     ratio_NS = at_level(token_NS, mask_NS, config.level, item_NS)
-    step_NS = _policy_term(
-        config, ratio_NS, advantage, mask_NS,
-        logp_NS=logp_NS, old_logp_NS=old_logp_NS, weight_NS=weight_NS, selected_NS=selected_NS,
-    )  # fmt: skip
+    given = {"logp_NS": logp_NS, "old_logp_NS": old_logp_NS, "weight_NS": weight_NS}
+    step_NS = _policy_term(config, ratio_NS, advantage, mask_NS, **given)
     terms = {"loss/policy": total(step_NS, mask_NS, window[0])}
     metrics = _ratio_metrics(config, token_NS, advantage, mask_NS, item_NS)
     if config.kl_coef:

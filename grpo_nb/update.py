@@ -457,11 +457,6 @@ def _check_policy(c, policy):
             f"loss.entropy_coef={c.loss.entropy_coef:g} needs a policy that offers logp_entropy(rollout) -> (logp, entropy), both "
             f"(N, S) and differentiable; {type(policy).__name__} does not."
         )
-    if c.loss.policy_loss in ("clip_cov", "kl_cov"):
-        raise ValueError(
-            f"policy_loss={c.loss.policy_loss!r} selects steps over the whole window, which update does not do: call policy_loss with "
-            "selected_NS in a loop of your own."
-        )
     if c.kl_stop.stat == "exact" and not hasattr(policy, "kl_old"):
         raise ValueError(
             "kl_stop.stat='exact' needs a policy that offers kl_old(rollout); use 'k3' or 'auto'."
