@@ -284,7 +284,7 @@ def _at_most(share: float, mask_NS: Tensor) -> int:
     "That share of the steps, but one at least."
     return max(1, int(share * int(mask_NS.sum())))
 
-# %% ../nbs/method/01_losses.ipynb #b15701e2
+
 @POLICY_LOSSES.register()
 def kl_cov(log_ratio_NS, advantage_NS, logp_NS, mask_NS, coef=1.0, share=2e-4):
     "Unclipped surrogate that pulls a share of the steps, those of greatest covariance, towards the old policy."
