@@ -176,7 +176,7 @@ def _stop_if_most_fail(self: _RewardRecord, name: str, error: BaseException | No
 
 # %% ../nbs/method/03_reward_runner.ipynb #dc1c95d9
 @patch
-def outcome_metrics(self: _RewardRecord) -> dict[str, float]:
+def _outcome_metrics(self: _RewardRecord) -> dict[str, float]:
     "How often each outcome occurred, by component, and its milliseconds per sample."
     gaps = np.isnan(self.values).all(tuple(range(1, self.values.ndim)))
     out = {"reward/n_no_component": int(gaps.sum())}
@@ -295,7 +295,7 @@ def _seeds(self: RewardRunner, spec: RewardSpec, n: int) -> list[int]:
 @patch
 def _count(self: RewardRunner, record: _RewardRecord) -> None:
     "Update the metrics of this batch, and warn about failures."
-    self.last, n = record.outcome_metrics(), len(record.values)
+    self.last, n = record._outcome_metrics(), len(record.values)
     for name in self.components:
         failed = record.failed(name)
         if len(failed) > self.config.warn_error_share * n:

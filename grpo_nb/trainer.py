@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Beta', 'SELECTION_SUMS', 'OptimizerConfig', 'RunnerConfig', 'TrainerConfig', 'GRPO', 'Paused', 'EndOfTasks',
-           'learning_rate', 'update_config', 'make_runner', 'make_optimizer', 'needs_reference']
+           'learning_rate', 'needs_reference']
 
 # %% ../nbs/method/04_trainer.ipynb #db06cf08
 import dataclasses
@@ -121,14 +121,14 @@ class GRPO:
         self.stream = (
             tasks if hasattr(tasks, "read") else TaskStream(tasks, c.seed, c.tasks.shuffle)
         )
-        self.rewards = make_runner(rewards, c)
-        self.check_setup()
+        self.rewards = _make_runner(rewards, c)
+        self._check_setup()
         self.reference = reference
         if reference is None and needs_reference(c.update):
             self.reference = policy.copy()
-        self.optimizer = make_optimizer(policy, c.optimizer)
+        self.optimizer = _make_optimizer(policy, c.optimizer)
         self.generators = {k: seeded(c.seed, k) for k in ("sampling", "minibatches")}
-        self.collector = self.make_collector() if c.filter_groups.enable else None
+        self.collector = self._make_collector() if c.filter_groups.enable else None
 
         self.step_done = 0
         self.policy_version = 0  # steps that changed the policy; ages of carried groups count these
@@ -196,19 +196,19 @@ def step(
     lr = learning_rate(config.optimizer, self.step_done, config.steps)
     for group in self.optimizer.param_groups:
         group["lr"] = lr
-    how = update_config(config.update, num_epochs, kl_threshold)
+    how = _update_config(config.update, num_epochs, kl_threshold)
     shuffle = self.generators["minibatches"]
     with self.counters.timed("train_seconds"):
         report = update(
             self.policy, rollout, advantages, self.optimizer, how, self.reference, shuffle
         )
 
-    self.count_update(rollout, report)
+    self._count_update(rollout, report)
     self.last = rollout, advantages, report
     row = report.metrics() | metrics | completion_metrics(rollout)
     row |= {"learning_rate": lr, "epoch": getattr(self.stream, "epoch", math.nan)}
     row["num_tokens"] = self.counters.values["tokens_generated"]
-    return self.end_step(row, start, record)
+    return self._end_step(row, start, record)
 
 # %% ../nbs/method/04_trainer.ipynb #a9371c5e
 @patch
@@ -219,17 +219,17 @@ def draw(
     "The samples of one step."
     self.notify("on_batch_start")
     if self.collector is not None and tasks is None:
-        return self.fill_batch()
+        return self._fill_batch()
     rollout = self.sample(self.config.train_batch_size if tasks is None else tasks)
     if rollout is None:
         raise EndOfTasks("The stream of tasks has come to its end.")
     rollout = self.reward(rollout)
-    self.tell_stream(rollout)
+    self._tell_stream(rollout)
     return rollout
 
 # %% ../nbs/method/04_trainer.ipynb #5f641c38
 @patch
-def fill_batch(self: GRPO) -> Rollout | None:
+def _fill_batch(self: GRPO) -> Rollout | None:
     "Generation batches until enough groups vary."
     found = self.collector.collect(
         self.sample, self.reward, self.policy_version, on_batch=self.between_batches
@@ -289,7 +289,7 @@ def reward(
 
 # %% ../nbs/method/04_trainer.ipynb #e972ca10
 @patch
-def tell_stream(
+def _tell_stream(
     self: GRPO,
     rollout: Rollout,  # rewarded groups, also those that a filter drops
 ):
@@ -358,7 +358,7 @@ def learning_rate(
     return config.lr * factor[config.schedule]
 
 # %% ../nbs/method/04_trainer.ipynb #7babcf89
-def update_config(
+def _update_config(
     config: UpdateConfig,
     num_epochs: int | None = None,  # instead of the configured ones
     kl_threshold: float | None = None,  # instead of kl_stop.target
@@ -376,7 +376,7 @@ SELECTION_SUMS = ("selection/groups", "selection/ignored_groups", "selection/ign
 
 
 @patch
-def count_update(
+def _count_update(
     self: GRPO,
     rollout: Rollout,
     report,  # of the update
@@ -394,7 +394,7 @@ def count_update(
 
 # %% ../nbs/method/04_trainer.ipynb #fb00bded
 @patch
-def end_step(
+def _end_step(
     self: GRPO,
     row: dict,  # what the update said
     start: float,  # when the step began
@@ -418,7 +418,7 @@ def skip_step(self: GRPO, start: float, record: bool) -> dict[str, float]:
     "The row of a step that trained nothing."
     self.last = None
     row = {"loss": math.nan, "grad_norm": math.nan, "updates_per_rollout": 0, "upd/n_done": 0}
-    return self.end_step(row, start, record)
+    return self._end_step(row, start, record)
 
 
 @patch
@@ -428,7 +428,7 @@ def record(self: GRPO, row: dict):
     self.notify("on_step_end", row)
 
 # %% ../nbs/method/04_trainer.ipynb #36cd3de4
-def make_runner(
+def _make_runner(
     rewards,  # RewardRunner, {name: function}, a list of functions, or one function
     config: TrainerConfig,
 ) -> RewardRunner:
@@ -439,7 +439,7 @@ def make_runner(
     return RewardRunner(functions, config=dataclasses.replace(config.rewards.run, seed=config.seed))
 
 
-def make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Optimizer:
+def _make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Optimizer:
     "AdamW over the parameters of a policy."
     params = list(policy.parameters())
     fused = all(p.device.type in ("cpu", "cuda") for p in params)
@@ -455,7 +455,7 @@ def needs_reference(config: UpdateConfig) -> bool:
 
 
 @patch
-def make_collector(self: GRPO) -> GroupCollector:
+def _make_collector(self: GRPO) -> GroupCollector:
     "What fills batches with groups that vary."
     c, names = self.config, self.rewards.components
     return GroupCollector(
@@ -464,13 +464,13 @@ def make_collector(self: GRPO) -> GroupCollector:
         c.num_generations,
         advantage=c.advantage.mode,
         weights=None if c.advantage.weights is None else dict(zip(names, self.weights)),
-        on_rewarded=self.tell_stream,
+        on_rewarded=self._tell_stream,
         make_task=Task,
     )
 
 # %% ../nbs/method/04_trainer.ipynb #90cf4aeb
 @patch
-def check_setup(self: GRPO):
+def _check_setup(self: GRPO):
     "Refuse parts that do not fit together, and warn of what cannot learn."
     c = self.config
     functions = {s.name: s.function for s in self.rewards.specs}
@@ -515,12 +515,12 @@ def fit(
             print(f"Nothing left to do: {self.step_done} of {self.goal} steps are done.")
         while self.step_done < self.goal and not self.stop:
             if config.max_seconds and self.seconds_trained >= config.max_seconds:
-                self.end_fit(f"max_seconds={config.max_seconds:g} are over")
+                self._end_fit(f"max_seconds={config.max_seconds:g} are over")
                 break
             row = self.step(record=False)
             self.seconds_trained += row["step_time"]
             try:
-                if self.evaluation_due():
+                if self._evaluation_due():
                     row |= self.evaluate().metrics()
             finally:  # the step is done, so its row stays
                 self.record(row)
@@ -529,7 +529,7 @@ def fit(
     except Paused:
         pass
     except EndOfTasks:
-        self.end_fit("The tasks have come to their end")
+        self._end_fit("The tasks have come to their end")
     except BaseException as error:
         self.stop = error
         raise
@@ -541,7 +541,7 @@ def fit(
 
 # %% ../nbs/method/04_trainer.ipynb #498fb16d
 @patch
-def end_fit(self: GRPO, why: str):
+def _end_fit(self: GRPO, why: str):
     "End `fit` for a reason that is no mistake."
     self.stop = why
     print(f"{why} after step {self.step_done}.")
@@ -561,7 +561,7 @@ def diagnosis(self: GRPO) -> str:
 
 # %% ../nbs/method/04_trainer.ipynb #efd5659d
 @patch
-def evaluation_due(self: GRPO) -> bool:
+def _evaluation_due(self: GRPO) -> bool:
     "Whether held-out tasks are evaluated after this step."
     every = self.config.eval.every
     return bool(every) and self.step_done % every == 0 and self.eval_tasks is not None
@@ -627,7 +627,7 @@ def load_state_dict(
     state: Mapping[str, Any],  # from `state_dict`
 ):
     "Continue from a state; what belongs to another kind of run is refused before anything is changed."
-    self.check_state(state)
+    self._check_state(state)
     parts = self.parts()
     for name in ("rewards", "stream", "policy", "optimizer", "reference", "collector"):
         if name in state and name in parts:
@@ -652,7 +652,7 @@ def load_state_dict(
 
 # %% ../nbs/method/04_trainer.ipynb #de300a79
 @patch
-def check_state(self: GRPO, state: Mapping[str, Any]):
+def _check_state(self: GRPO, state: Mapping[str, Any]):
     "Refuse the state of another kind of run."
     for part, have in (("reference", self.reference), ("collector", self.collector)):
         if (part in state) != (have is not None):

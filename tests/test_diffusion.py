@@ -13,19 +13,19 @@ from torch import nn
 from grpo_nb.applications.motion import (
     MotionMLP,
     Recordings,
+    _beat_share,
+    _find_basic_motions,
+    _generated_recordings,
+    _new_model,
+    _reach_flow_sampler,
+    _reach_paths,
     beat,
     beat_policy,
-    beat_share,
     beat_tasks,
-    find_basic_motions,
-    generated_recordings,
     load_basic_motions,
     motion_config,
-    new_model,
     pretrain,
     reach,
-    reach_flow_sampler,
-    reach_paths,
     reach_policy,
     reach_tasks,
 )
@@ -37,9 +37,9 @@ from grpo_nb.losses import LossConfig
 from grpo_nb.metrics import completion_metrics
 from grpo_nb.policies.diffusion import (
     DiffusionPolicy,
+    _over_dims,
     effective_clip,
     gaussian_logp,
-    over_dims,
     slide_window,
 )
 from grpo_nb.policies.samplers import (
@@ -80,7 +80,7 @@ class Net(nn.Module):
 
 def make(sampler="ddpm", seed=0, frames=4, dtype=torch.float32, dropout=0.0, **kw):
     sampler = SAMPLERS[sampler] if isinstance(sampler, str) else sampler
-    net = new_model(Net, seed, frames=frames, dtype=dtype, dropout=dropout)
+    net = _new_model(Net, seed, frames=frames, dtype=dtype, dropout=dropout)
     return DiffusionPolicy(net, sampler, (frames, 2), "goal", **kw)
 
 
@@ -242,7 +242,7 @@ def test_eta_zero_is_refused_and_greedy_works(name):
 
 def test_a_missing_hint_of_train_mode_dropout_is_as_large_as_reported():
     model = MotionMLP(dropout=0.1)
-    p = DiffusionPolicy(new_model(MotionMLP, 0, dropout=0.1), ddpm_sampler(20), (16, 2), "goal")
+    p = DiffusionPolicy(_new_model(MotionMLP, 0, dropout=0.1), ddpm_sampler(20), (16, 2), "goal")
     assert model.config["dropout"] == 0.1
     r = p.sample(reach_tasks(8, seeded(0, "t")), 8, seeded(0, "x"))
     assert check_on_policy(p, r) < 1e-4
@@ -317,7 +317,7 @@ def test_padding_cannot_leak_and_lengths_weigh_fairly():
         if math.isnan(junk):  # a module must not look at padding; the reduction does not
             x = states["latents"][:, 0]
             mask = r.states["frames"][:, :, None]
-            assert over_dims(x, mask).isfinite().all()
+            assert _over_dims(x, mask).isfinite().all()
         else:
             assert torch.allclose(p.logp(r.replace(states=states)), p.logp(r), atol=1e-5)
     kl = shifted(p).kl(r, p).sum(1)
@@ -472,10 +472,10 @@ def test_greedy_evaluation_is_noise_free(base):
 
 
 def test_a_flow_can_be_taught():
-    sampler = reach_flow_sampler()
-    model = new_model(MotionMLP, 0)
-    first = pretrain(model, sampler, reach_paths, seeded(0, "a"), steps=30)
-    assert pretrain(model, sampler, reach_paths, seeded(0, "b"), steps=100) < 0.7 * first
+    sampler = _reach_flow_sampler()
+    model = _new_model(MotionMLP, 0)
+    first = pretrain(model, sampler, _reach_paths, seeded(0, "a"), steps=30)
+    assert pretrain(model, sampler, _reach_paths, seeded(0, "b"), steps=100) < 0.7 * first
     p = DiffusionPolicy(model, sampler, (16, 2), "goal")
     assert check_on_policy(p, p.sample(reach_tasks(8, seeded(0, "t")), 4, seeded(0, "x"))) < 1e-4
 
@@ -487,15 +487,15 @@ def test_beat_share_of_known_motions():
     assert beat([pure, pure[:25], other]) == pytest.approx([1, 1, 0], abs=1e-6)
     clip = torch.randn(5, 40, 6, generator=seeded(0, "c"))
     mask = torch.arange(40) < torch.tensor([40, 30, 25, 38, 40])[:, None]
-    share = beat_share(clip, mask)
+    share = _beat_share(clip, mask)
     assert (share > 0).all() and (share < 1).all()
     clip[~mask] = 9.0
-    assert torch.allclose(beat_share(clip, mask), share)  # padding does not count
-    assert torch.allclose(beat_share(3 * clip + 2, mask), share)  # neither size nor offset
+    assert torch.allclose(_beat_share(clip, mask), share)  # padding does not count
+    assert torch.allclose(_beat_share(3 * clip + 2, mask), share)  # neither size nor offset
 
 
 def test_generated_recordings_train_a_policy_with_padding():
-    recordings = generated_recordings()
+    recordings = _generated_recordings()
     p = beat_policy(recordings, steps=30)
     tasks = beat_tasks(6, recordings, seeded(0, "t"))
     r = p.sample(tasks, 3, seeded(0, "x"))
@@ -515,7 +515,7 @@ def test_missing_recordings_say_how_to_get_them(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="pip install --no-deps aeon==1.6.0"):
         load_basic_motions()
     with pytest.raises(ValueError, match="BasicMotions_TRAIN.ts and BasicMotions_TEST.ts"):
-        find_basic_motions(tmp_path)
+        _find_basic_motions(tmp_path)
 
 
 def test_the_recordings_of_the_wheel():
@@ -524,10 +524,14 @@ def test_the_recordings_of_the_wheel():
     except ValueError as e:
         pytest.skip(str(e))
     train, test = parts["train"], parts["test"]
-    assert isinstance(train, Recordings) and train.values.shape == test.values.shape == (30, 100, 6)
+    assert isinstance(train, Recordings) and train.values.shape == test.values.shape == (
+        30,
+        100,
+        6,
+    )
     assert torch.allclose(train.values.flatten(0, 1).std(0), torch.ones(6), atol=1e-4)
     assert torch.equal(train.unit_C, test.unit_C) and train.names[1] == "Running"
     clips, _, mask = train.draw(400, seeded(0, "c"))
-    assert 0.1 < beat_share(clips, mask).mean() < 0.3
+    assert 0.1 < _beat_share(clips, mask).mean() < 0.3
     with pytest.raises(ValueError, match="there are"):
         load_basic_motions(activities=("Swimming",))

@@ -16,7 +16,7 @@ from grpo_nb.core import concat, seeded
 from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
 from grpo_nb.lab.recipe import GRPOConfig
-from grpo_nb.list_parsing import ListParser, normalise_title, parse_rollout, read_item
+from grpo_nb.list_parsing import ListParser, _normalise_title, _read_item, parse_rollout
 from grpo_nb.losses import LossConfig
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.ranking import (
@@ -328,8 +328,8 @@ def test_movielens_is_read_whole():
 def test_every_movielens_line_is_read_back():
     top = ml.load_movies(300, "ml-100k")
     for film in top.films:
-        title, year = read_item(film.line)
-        assert (normalise_title(title), year) == (normalise_title(film.title), film.year)
+        title, year = _read_item(film.line)
+        assert (_normalise_title(title), year) == (_normalise_title(film.title), film.year)
     tokenizer = ml._film_tokenizer(top.films)
     text = "".join(f.line + "\n" for f in top.films)
     ids = tokenizer(text)["input_ids"]

@@ -21,9 +21,9 @@ from grpo_nb.list_parsing import (
     STATUSES,
     ListParser,
     Titles,
+    _read_item,
     parse_list,
     parse_rollout,
-    read_item,
     stack_lists,
     token_pieces,
     with_lists,
@@ -120,7 +120,7 @@ def test_every_character_of_an_item_belongs_to_an_item(text, cuts):
     )  # one token per character: exact text of each item
     for rank, item in enumerate(single.items):
         own = "".join(c for c, i in zip(text, single.item_of_token_S) if i == rank)
-        read = read_item(own.strip().splitlines()[0])
+        read = _read_item(own.strip().splitlines()[0])
         assert (read or (own.strip().splitlines()[0].strip(), None)) == (item.title, item.year)
 
 
@@ -251,7 +251,7 @@ RISKS = {f: {"horror": i / 9, "war": 1 - i / 9} for i, f in enumerate(FILMS)}
 
 def old_reward(text, relevant, seen, avoid, k, variant, lambda_safe, penalty_safe):
     "The earlier combined reward as published, written naively: malformed lines dropped, unknown titles safe."
-    titles = [x for x in (read_item(row) for row in text.split("\n")) if x]
+    titles = [x for x in (_read_item(row) for row in text.split("\n")) if x]
     left, out = {(t[:-7], int(t[-5:-1])) for t in relevant}, []
     hit, bad = [0.0] * k, [0.0] * k
     for i, (title, year) in enumerate(titles[:k]):
@@ -303,7 +303,7 @@ def test_combined_reward_equals_the_old_one(variant):
         seen_titles=columns["seen"],
         constraints=columns["avoid"],
     )
-    good = [i for i, t in enumerate(rows) if all(read_item(x) for x in t.split("\n"))]
+    good = [i for i, t in enumerate(rows) if all(_read_item(x) for x in t.split("\n"))]
     pick = lambda x: [x[i] for i in good]
     got = named(["p"] * len(good), pick(rows), **{k: pick(v) for k, v in old_columns.items()})
     np.testing.assert_allclose(got, pick(want), atol=1e-12)

@@ -25,12 +25,12 @@ from grpo_nb.rewards import RewardError, reward_function
 from grpo_nb.verifiers import (
     _between_tags,
     _gym_scorer,
+    _number_value,
     answer_tags,
     exact_answer,
     format_match,
     length_target,
     math_equivalence,
-    number_value,
     reasoning_gym_score,
 )
 
@@ -914,8 +914,8 @@ def test_spaces_never_join_digits(said, answer, want):
 def test_numbers_in_a_row_are_no_number_but_in_groups_of_three(parts, below):
     text = " ".join(map(str, parts))
     groups = len(parts) > 2 and parts[0] > 0 and all(x > 99 for x in parts[1:])
-    assert number_value(text) == (int(text.replace(" ", "")) if groups else None)
-    mixed = number_value(f"{parts[0]} {parts[1]}/{below}")
+    assert _number_value(text) == (int(text.replace(" ", "")) if groups else None)
+    mixed = _number_value(f"{parts[0]} {parts[1]}/{below}")
     assert mixed == (parts[0] + Fraction(parts[1], below) if parts[1] < below else None)
 
 

@@ -145,7 +145,7 @@ def on_fit_start(self: Session, trainer: GRPO):
     "Open the record, and catch interrupts."
     if self.half:
         raise ValueError(self.half)
-    self.open_record()
+    self._open_record()
     self.saved_at = time.monotonic()
     if self.run is not None:
         self.run.mark("running")
@@ -175,7 +175,7 @@ def on_fit_end(self: Session, trainer: GRPO):
         print(f"Stopped after step {trainer.step_done}{where}; fit() goes on from here.")
         if self.run is not None:
             self.run.event("interrupted", step=trainer.step_done, signal=self.interrupted)
-    self.autosave(end=True)
+    self._autosave(end=True)
     bad = trainer.bad_steps >= trainer.config.max_bad_steps
     if self.interrupted or bad:
         print(self.how_to_go_on())
@@ -205,7 +205,7 @@ def on_batch_start(self: Session, trainer: GRPO):
     if self.fitting and self.bar is None:
         mode = None if self.setting("run").progress else "quiet"
         self.bar = Progress(trainer.goal, trainer.step_done, mode=mode)
-    self.autosave()
+    self._autosave()
     self.undo = remember(trainer)
 
 
@@ -223,7 +223,7 @@ def on_collect(self: Session, trainer: GRPO, rollout: Rollout):
 def on_step_error(self: Session, trainer: GRPO, error: BaseException):
     "Undo a batch; say what a broken update has left."
     if self.updating:
-        self.say_broken_off()
+        self._say_broken_off()
     elif self.undo is not None:
         self.undo()
     self.undo = None
@@ -256,7 +256,7 @@ def remember(
 
 # %% ../../nbs/lab/02_session.ipynb #30a78d43
 @patch
-def say_broken_off(self: Session):
+def _say_broken_off(self: Session):
     "What state a broken update has left, and how to go on."
     n = self.trainer.step_done
     if not self.begun:
@@ -321,7 +321,7 @@ def sample_table(
 
 # %% ../../nbs/lab/02_session.ipynb #72cf99d3
 @patch
-def open_record(self: Session):
+def _open_record(self: Session):
     "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
     if self.run is not None and self.closed:
         self.resumed_run, self.run = self.run.dir, None
@@ -331,7 +331,7 @@ def open_record(self: Session):
         return
     again = self.resumed_run is not None or c.if_exists == "resume" and is_run(folder)
     if not again and c.if_exists == "raise" and is_run(folder):
-        self.refuse_run(folder)
+        self._refuse_run(folder)
     tree = config_tree(self.trainer.config)
     if again:  # how the record is kept is no part of what is compared
         tree["run"] = Run.open(folder).config.get("run", tree.get("run"))
@@ -346,19 +346,19 @@ def open_record(self: Session):
     )
     if again and self.resumed_run is None:
         try:
-            self.load_newest(Path(folder) / "checkpoints")
+            self._load_newest(Path(folder) / "checkpoints")
         except BaseException:
             run.close("stopped")
             raise
     self.run, self.closed = run, False
-    self.open_log()
+    self._open_log()
     if again:
         run.truncate_after(self.trainer.step_done)
         self.trainer.history = read_jsonl(run.dir / "metrics.jsonl")[0]
 
 # %% ../../nbs/lab/02_session.ipynb #8ecc23ae
 @patch
-def refuse_run(self: Session, folder: str | Path):
+def _refuse_run(self: Session, folder: str | Path):
     "Say what to do about a run that is there."
     resume = ", or set run.if_exists=resume (in the recipe or on the command line)"
     raise FileExistsError(
@@ -369,7 +369,7 @@ def refuse_run(self: Session, folder: str | Path):
 
 
 @patch
-def open_log(self: Session):
+def _open_log(self: Session):
     "Messages of the package go to train.log as well."
     self.log = logging.FileHandler(self.run.dir / "train.log", delay=True, encoding="utf-8")
     self.log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -378,7 +378,7 @@ def open_log(self: Session):
 
 # %% ../../nbs/lab/02_session.ipynb #051e7a55
 @patch
-def load_newest(
+def _load_newest(
     self: Session,
     root: Path,  # checkpoints of the run that goes on
 ):
@@ -391,7 +391,7 @@ def load_newest(
         )
     found = latest(root)
     if found is not None:
-        self.load_checkpoint(found)
+        self._load_checkpoint(found)
     elif any(root.glob("step_*")):
         raise CheckpointError(
             f"None of the checkpoints in {str(root)!r} can be read, so the run is left as it is. Read them with the "
@@ -402,7 +402,7 @@ def load_newest(
 
 # %% ../../nbs/lab/02_session.ipynb #743ec49a
 @patch
-def save_state(
+def _save_state(
     self: Session,
     root: str | Path | None = None,  # folder of checkpoints; default: that of the run directory
 ) -> Path:  # the new checkpoint
@@ -417,7 +417,7 @@ def save_state(
     if root is None:
         if self.run is None and not self.setting("run").dir:
             raise ValueError("Where to? Give save() a folder, or set run.dir.")
-        self.open_record()
+        self._open_record()
         root = self.run.dir / "checkpoints"
     state = trainer.state_dict()
     state["trainer"]["config"] = hide_secrets(plain(config_tree(trainer.config)))
@@ -450,7 +450,7 @@ def functions_in(
 
 # %% ../../nbs/lab/02_session.ipynb #5245769f
 @patch
-def autosave(
+def _autosave(
     self: Session,
     end: bool = False,  # `fit` is over
 ):
@@ -464,7 +464,7 @@ def autosave(
     if not new or not (late or due or end and c.at_end):
         return
     try:
-        self.save_state()
+        self._save_state()
         prune(self.run.dir / "checkpoints", c.keep_last, c.keep_best, c.best)
     except (CheckpointError, RunLocked) as e:
         if c.on_error == "raise":
@@ -475,7 +475,7 @@ def autosave(
 
 # %% ../../nbs/lab/02_session.ipynb #9e3b07fa
 @patch
-def load_checkpoint(
+def _load_checkpoint(
     self: Session,
     path: Path,  # a whole checkpoint
 ):
@@ -528,7 +528,7 @@ def interrupted(self: GRPO) -> str | None:
 @patch
 def open_run(self: GRPO):
     "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
-    session_of(self).open_record()
+    session_of(self)._open_record()
 
 
 @patch
@@ -537,7 +537,7 @@ def save(
     root: str | Path | None = None,  # folder of checkpoints; default: that of the run directory
 ) -> Path:  # the new checkpoint
     "Save everything, between two steps or two generation batches."
-    return session_of(self).save_state(root)
+    return session_of(self)._save_state(root)
 
 # %% ../../nbs/lab/02_session.ipynb #cb7ec114
 @patch
