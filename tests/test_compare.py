@@ -13,23 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from grpo_nb.cli import main
 from grpo_nb.files import Lock, RunLocked
-from grpo_nb.lab.budgets import Samples, Seconds, Steps, Tokens, to_budget
+from grpo_nb.lab.budgets import Samples, Seconds, Steps, Tokens
 from grpo_nb.lab.compare import compare
-from grpo_nb.lab.paired_statistics import holm, improvement, iqm, sign_flip
+from grpo_nb.lab.paired_statistics import improvement, iqm, sign_flip
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.report import common_curve
 from grpo_nb.lab.runs import run_job
 from grpo_nb.lab.spec import Spec, plan_runs
 from grpo_nb.lab.study import Study
-from grpo_nb.statistics import bootstrap_interval, t_interval
+from grpo_nb.statistics import t_interval
 from grpo_nb.tasks import data_path
 from grpo_nb.trainer import GRPO
 
@@ -109,8 +107,6 @@ def test_a_budget_needs_its_counter(tmp_path):
     for wrong in (0, -1, True, "many"):
         with pytest.raises(ValueError, match="Samples must be > 0"):
             Samples(wrong)
-    with pytest.raises(ValueError, match="Did you mean 'samples'"):
-        to_budget({"sample": 3})
 
 
 def test_cpu_seconds_are_those_of_training(tmp_path):
@@ -130,21 +126,18 @@ def test_cpu_seconds_are_those_of_training(tmp_path):
             return super().evaluate()
 
     make = lambda config: Busy(config.seed)
-    kw = {"make": make, "seeds": range(2), "budget": Steps(2), "store": tmp_path / "s.json"}
-    spent = contest({"a": {}}, dir=tmp_path / "d", **kw).frame()["cpu_seconds"]
-    assert ((spent >= 0.1) & (spent < 0.3)).all()  # no sleep, no evaluation
-    with ThreadPoolExecutor(2) as pool:
-        there = contest({"a": {}}, dir=tmp_path / "e", executor=pool, **kw | {"store": None})
-    there = there.frame()["cpu_seconds"]
-    assert ((there >= 0.1) & (there < 0.3)).all()  # of each thread
-    tree = json.loads((tmp_path / "s.json").read_text())
-    for r in tree["runs"]:  # a store from before
-        del r["cpu_seconds"]
-    (tmp_path / "s.json").write_text(json.dumps(tree))
-    assert "cpu_seconds" not in Study.load(tmp_path / "s.json").frame()
-    tree["runs"][0]["cpu_seconds"] = 1.5  # a store of which one seed is newer
-    (tmp_path / "s.json").write_text(json.dumps(tree))
-    assert Study.load(tmp_path / "s.json").frame()["cpu_seconds"].isna().tolist() == [False, True]
+    kw = {"make": make, "seeds": range(2), "budget": Steps(2)}
+    here = contest({"a": {}}, dir=tmp_path / "d", **kw)
+    with ThreadPoolExecutor(2) as pool:  # of each thread
+        there = contest({"a": {}}, dir=tmp_path / "e", executor=pool, **kw)
+    for study in (here, there):
+        spent = study.frame()["cpu_seconds"]
+        assert ((spent >= 0.1) & (spent < 0.3)).all()  # no sleep, no evaluation
+    for old in here.runs:  # a store from before, and one of which one seed is newer
+        del old["cpu_seconds"]
+    assert "cpu_seconds" not in here.frame()
+    here.runs[0]["cpu_seconds"] = 1.5
+    assert here.frame()["cpu_seconds"].isna().tolist() == [False, True]
 
 
 # what is finished, stored, interrupted, or dead
@@ -159,21 +152,6 @@ def test_finished_runs_are_not_repeated_and_new_seeds_are_added(tmp_path):
     assert COUNTS["made"] == 4
     contest(seeds=range(2), budget=Steps(4), dir=tmp_path)
     assert COUNTS["made"] == 8
-
-
-def test_the_store_keeps_of_tuning_runs_only_what_was_evaluated(tmp_path):
-    curve = {"step": [0, 1, 2], "reward": [None, 0.5, 0.6], "eval_sampled": [0.25, None, 0.75]}
-    run = {"variant": "a", "seed": 8, "overrides": {"optimizer.lr": 1e-4}, "status": "done"}
-    run |= {"key": "x", "error": None, "ended": "budget", "curve": curve}
-    tune = {"values": {"optimizer.lr": [1e-5, 1e-4]}, "seeds": [8], "tasks": None}
-    spec = {"variants": {"a": {}}, "seeds": [0], "budget": {"steps": 2}, "metric": "eval_sampled"}
-    runs = [run | {"phase": "tune"}, run | {"phase": "report", "seed": 0}]
-    study = Study(spec | {"tune": tune}, runs)
-    study.save(tmp_path / "s.json")
-    again = Study.load(tmp_path / "s.json")
-    kept = {"step": [0, 2], "reward": [None, 0.6], "eval_sampled": [0.25, 0.75]}
-    assert again.runs[0]["curve"] == kept and again.runs[1] == study.runs[1]
-    assert again.tuning().to_dict() == study.tuning().to_dict()
 
 
 def test_a_store_is_loaded_if_it_answers_the_question_and_else_trained_again(tmp_path, capsys):
@@ -316,32 +294,24 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
         assert not (tmp_path / "none").exists()
 
     refused("no variants", {})
-    refused("different integers >= 0", seeds=[1, 1])
     refused("needs a budget", budget=None)
     refused("same for all", {"a": {"tasks.eval": "x"}})
     refused("same for all", {"a": {"run": {"dir": "x"}}})
     refused("num_epoch", {"a": {"update.num_epoch": 2}})
     grid = {"optimizer.lr": [1e-4]}
     refused(r"overlap \(0\)", {"a": {}}, tune=grid, tune_seeds=[0])
-    refused("must be a list", {"a": {}}, tune={"optimizer.lr": 1e-4})
+    refused("tune.optimizer.lr must be list", {"a": {}}, tune={"optimizer.lr": 1e-4})
     refused("optimizer.lrr", {"a": {}}, tune={"optimizer.lrr": [1e-4]})
+    refused("tune sets 'steps'", {"a": {}}, tune={"steps": [3, 4]})
     refused("number of steps", {"a": {"optimizer.schedule": "linear"}}, budget=Tokens(5))
-    for wrong in (["a"], "a", 3, None):
-        refused("variants must map names to overrides", wrong)
-    refused("must be a mapping of dotted keys", {"a": fake})
-    refused("name of a variant is text", {1: {}})
-    refused("mapping of dotted keys", {"a": {3: 1}})
+    for wrong in (["a"], "a", 3, None, {"a": fake}, {1: {}}, {"a": {3: 1}}):
+        refused("variants.* must be", wrong)
     for wrong in (500, "many", {"samples": 3, "steps": 4}):
         refused("budget must be one of Samples", budget=wrong)
         refused("eval_every must be one of Samples", eval_every=wrong)
     refused("Samples must be > 0 and finite, got inf", budget={"samples": math.inf})
-    for wrong in ("ab", 2.5, None, True, [1.5], [True], [-1], [[1]], 0, []):
+    for wrong in ("ab", 2.5, None, True, [1.5], [True], [-1], [[1]], 0, [], [1, 1]):
         refused("seeds must be a number of seeds", seeds=wrong)
-        refused("tune_seeds must be a number of seeds", {"a": {}}, tune=grid, tune_seeds=wrong)
-    for wrong in (3, [1e-4], "optimizer.lr"):
-        refused("tune must map keys to values", {"a": {}}, tune=wrong)
-    refused("different values", {"a": {}}, tune={"optimizer.lr": [1e-4, 1e-4]})
-    refused("tune sets 'steps'", {"a": {}}, tune={"steps": [3, 4]})
     refused("tune_tasks cannot be read", {"a": {}}, tune=grid, tune_tasks="nowhere.jsonl")
     refused("tasks.eval cannot be read", {"a": {}}, base={"tasks": {"eval": "nowhere.jsonl"}})
     refused("no held-out tasks", {"a": {}}, base={"tasks": {"eval": None}})
@@ -349,18 +319,16 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
     for name in ("workers", "threads"):
         for wrong in (0, "2", 1.5, None):
             refused(f"{name} must be a whole number", **{name: wrong})
-    refused("make must be", {"a": {}}, make="f")
-    refused("evaluate must be", {"a": {}}, evaluate=3)
+    for name in ("make", "evaluate", "metric", "lower_is_better"):
+        refused(f"{name} must be", {"a": {}}, **{name: 3})
     refused("Did you mean 'train'", if_changed="trian")
-    for wrong in ("reward", 3, [1]):
-        refused("keep must be a list of names", keep=wrong)
-    for wrong in (3, None, ""):
-        refused("metric must be the name of a score", metric=wrong)
-    refused("dir must be a path", dir=3)
-    refused("it is a folder", store=tmp_path)
     for text in ("[1]", "text", "", '"study"', '{"format": 1, "spec": 3, "runs": []}'):
         (tmp_path / "s.json").write_text(text)
         refused("not a stored study of format 1", store=tmp_path / "s.json")
+    make = lambda config, width=1: None
+    refused("Variant 'a' and make do not fit: .*'widht'", {"a": {"make.widht": 2}}, make=make)
+    refused("rewards come from make", {"a": {"rewards.functions": {}}}, make=make)
+    refused("make", {"a": {"make.width": 2}})  # keywords of nothing
 
 
 def test_a_place_that_cannot_be_written_is_told_before_anything_is_trained(tmp_path, monkeypatch):
@@ -372,9 +340,6 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_trained(tmp_p
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "closed")
     with pytest.raises(ValueError, match="store: .*closed cannot be written to"):
         contest(dir=tmp_path / "d", store=tmp_path / "closed" / "s.json", **kw)
-    too_long = tmp_path / ("x" * 300)
-    with pytest.raises(ValueError, match="store: .* cannot be made: File name too long"):
-        contest(dir=tmp_path / "d", store=too_long / "s.json", **kw)
     assert COUNTS["made"] == 0
 
 
@@ -423,21 +388,6 @@ def test_functions_in_a_configuration_are_refused_before_training(tmp_path):
     assert not (tmp_path / "d").exists()
 
 
-def test_what_does_not_fit_make_is_refused_before_anything_is_trained(tmp_path):
-    make = lambda config, width=1: None
-    kw = {"seeds": [0], "budget": Steps(1), "dir": tmp_path / "none"}
-    for arm, match in (
-        ({"make.widht": 2}, "Variant 'a' and make do not fit: .*'widht'"),
-        ({"optimizer.lrr": 2}, "optimizer.lrr"),
-        ({"rewards.functions": {}}, "rewards come from make"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            compare({"a": arm}, make=make, **kw)
-    with pytest.raises(ValueError, match="make"):  # keywords of nothing
-        compare({"a": {"make.width": 2}}, **kw)
-    assert not (tmp_path / "none").exists()
-
-
 def test_a_make_that_ignores_its_configuration_is_found_out(tmp_path):
     recipe = data_path("recipes/quickstart.yaml")
     for make, match in (
@@ -457,11 +407,13 @@ def test_a_recipe_is_checked_before_its_budget_is_fitted(tmp_path, capsys):
         ["compare", "data:recipes/quickstart.yaml", *small, *more, "--dir", str(tmp_path / "d")]
     )
     for wrong, say in (
-        ("compare.metric=3", "metric must be the name of a score"),
+        ("compare.metric=3", "metric must be"),
         ("compare.seconds=-1", "compare.seconds must be > 0"),
         ("compare.workers=none", "compare.workers must be a whole number"),
         ("compare.statistic=median", "Unknown compare.statistic 'median'"),
-        ("compare.tune={optimizer.lr: 3}", "must be a list of values"),
+        ("compare.tune={optimizer.lr: 3}", "tune.optimizer.lr must be list"),
+        ("compare.budget=null", "needs a budget"),
+        ("compare.seeds=many", "seeds must be a number of seeds"),
     ):
         assert run(wrong) == 2
         told = capsys.readouterr().err
@@ -473,13 +425,6 @@ def test_a_recipe_is_checked_before_its_budget_is_fitted(tmp_path, capsys):
     assert run("--workers", "1") == 0
     out = capsys.readouterr().out
     assert "3 runs of 2 steps" in out and "P(" in out
-
-
-def test_recipes_with_and_without_a_compare_block(capsys):
-    assert main(["compare", str(data_path("recipes/smollm2.yaml"))]) == 2
-    assert "no compare block" in capsys.readouterr().err
-    assert main(["compare", "nowhere.yaml"]) == 2
-    assert "No recipe at" in capsys.readouterr().err
 
 
 def test_variants_that_are_the_same_are_runs_of_their_own(tmp_path):
@@ -519,37 +464,6 @@ def test_every_arm_is_tuned_alike():
 
 
 # statistics
-
-
-def test_intervals_are_those_of_scipy():
-    x = np.random.default_rng(0).normal(size=7)
-    half = stats.t.ppf(0.975, 6) * x.std(ddof=1) / 7**0.5
-    assert t_interval(x) == pytest.approx((x.mean(), x.mean() - half, x.mean() + half))
-    rng = np.random.default_rng(0)
-    test = stats.bootstrap((x,), np.mean, n_resamples=5000, method="BCa", rng=rng)
-    ci = test.confidence_interval
-    assert bootstrap_interval(x) == pytest.approx((x.mean(), ci.low, ci.high))
-    assert iqm(range(1, 9)) == 4.5
-    assert bootstrap_interval([2, 2, 2], iqm) == (2, 2, 2)
-
-
-def test_the_t_interval_covers_what_it_claims():
-    rng = np.random.default_rng(1)
-    tries = [t_interval(rng.normal(size=10)) for _ in range(1000)]
-    assert 0.93 <= np.mean([low <= 0 <= high for _, low, high in tries]) <= 0.97
-    tries = [improvement(rng.normal(size=5), rng.normal(size=5)) for _ in range(400)]
-    assert 0.91 <= np.mean([low <= 0.5 <= high for _, low, high in tries]) <= 0.99
-
-
-def test_the_sign_flip_p_is_exact_and_uniform_under_the_null():
-    assert sign_flip([1, 2, 3, 4, 5]) == pytest.approx(2 / 32)
-    assert sign_flip([0.0, 0.0]) == 1.0
-    rng = np.random.default_rng(2)
-    p = np.array([sign_flip(rng.normal(size=8)) for _ in range(300)])
-    for level in (0.1, 0.25, 0.5):
-        far = 3 * (level * (1 - level) / 300) ** 0.5 + 1 / 128
-        assert abs(np.mean(p <= level + 1e-9) - level) < far
-    assert holm([0.02, math.nan, 0.01]) == pytest.approx([0.02, math.nan, 0.02], nan_ok=True)
 
 
 def test_few_seeds_are_said_to_be_few(tmp_path):
@@ -596,14 +510,8 @@ def test_curves_are_never_extrapolated(xs):
 
 def test_exports_escape_what_their_format_would_read(tmp_path):
     arms = {"a_b & 50% <i>|": ARMS["slow"], "K=4 #2": ARMS["fast"]}
-    table = contest(arms, seeds=range(5), budget=Steps(3), dir=tmp_path / "d").table()
-    latex = table.to_latex()
-    assert r"a\_b \& 50\% <i>|" in latex and "a_b" not in latex
-    assert r"K=4 \#2" in latex and r"\bfseries +0.0" in latex and r"eval\_sampled" in latex
-    assert "<i>" not in table._repr_html_() and "font-weight: bold" in table._repr_html_()
-    table.frame.to_csv(tmp_path / "t.csv", index=False)
-    again = pd.read_csv(tmp_path / "t.csv")
-    assert again["difference"][1] == pytest.approx(table.frame["difference"][1], rel=1e-12)
+    page = contest(arms, seeds=range(5), budget=Steps(3), dir=tmp_path / "d").table()._repr_html_()
+    assert "<i>" not in page and "font-weight: bold" in page
 
 
 def test_the_report_stands_alone(tmp_path):
@@ -625,8 +533,14 @@ def test_another_metric_and_an_unknown_one(tmp_path):
     assert study.table("eval_greedy", "fast").frame["difference"][0] < 0
     assert "; 97.5% intervals" in str(study.table("eval_greedy", level=0.975))
     assert "(IQM)" in str(study.table(statistic="iqm"))
-    for wrong in (lambda: study.table("eval_gredy"), lambda: study.plot(metric="eval_gredy")):
-        with pytest.raises(ValueError, match="eval_greedy"):
+    for wrong, match in (
+        (lambda: study.table("eval_gredy"), "eval_greedy"),
+        (lambda: study.plot(metric="eval_gredy"), "eval_greedy"),
+        (lambda: study.plot(x="step2"), "Unknown column"),
+        (lambda: study.table(statistic=["mean"]), "Unknown statistic"),
+        (lambda: study.table(level=95), "level must be > 0 and < 1"),
+    ):
+        with pytest.raises(ValueError, match=match):
             wrong()
 
 
@@ -648,21 +562,12 @@ def test_where_less_is_better_the_table_asks_for_less(tmp_path):
     table = study.table()
     row = table.frame.set_index("variant").loc["fast"]
     assert row["difference"] < 0 and row["better"] == 1 and row["better_low"] > 0.5
-    for text in (str(table), table.to_latex(), table._repr_html_()):
-        assert "P(lower)" in text
-    assert "svr is better" in str(table)
+    assert "P(lower)" in table._repr_html_() and "Lower svr is better" in str(table)
     up = study.table("eval_sampled")
     assert up.frame["better"][1] == 1 and "P(higher)" in str(up)
-    wrong_way = study.table("svr", lower_is_better=False)
-    assert wrong_way.frame["better"][1] == 0 and "P(higher)" in str(wrong_way)
-    for way in (True, ["svr"], {"svr", "eval_greedy"}, "svr"):
-        assert study.table("svr", lower_is_better=way).frame["better"][1] == 1
-    for way, match in ((["srv"], "Did you mean 'svr'"), (3, "names of scores"), ([3], "names")):
-        with pytest.raises(ValueError, match=match):
-            study.table(lower_is_better=way)
-        with pytest.raises(ValueError, match=match):
-            compare(arms, lower_is_better=way, **kw)
-    page = study.report(tmp_path / "r.html", lower_is_better=True).read_text()
+    with pytest.raises(ValueError, match="Did you mean 'svr'"):
+        compare(arms, lower_is_better=["srv"], **kw)
+    page = study.report(tmp_path / "r.html").read_text()
     assert page.count(">P(lower)</th>") == 1 and page.count(">P(higher)</th>") == 2
     # a direction that no tuning has used is up to who looks: the file is as it was
     before = store.read_bytes()
@@ -698,25 +603,10 @@ def test_a_table_of_some_variants(tmp_path):
     page = study.report(tmp_path / "r.html", variants=["slow", "even"]).read_text()
     assert page.count(">even</td>") > page.count(">fast</td>")
     for show in (study.table, study.plot):
-        for wrong, match in (
-            (["slwo"], "Did you mean 'slow'"),
-            ("slow", "variants must be a list of names"),
-            ([], "must be different names"),
-            (["slow", "slow"], "must be different names"),
-        ):
-            with pytest.raises(ValueError, match=match):
-                show(variants=wrong)
-        with pytest.raises(ValueError, match="metric must be the name"):
-            show(metric=3)
-    for wrong, match in (
-        (lambda: study.plot(x=["steps"]), "Unknown x"),
-        (lambda: study.table(statistic=["mean"]), "Unknown statistic"),
-        (lambda: study.table(baseline="slw"), "Unknown variant"),
-        (lambda: study.table(variants=["fast", "even"], baseline="slow"), "'slow' is not shown"),
-        (lambda: study.table(level=95), "level must be > 0 and < 1"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            wrong()
+        with pytest.raises(ValueError, match="Did you mean 'slow'"):
+            show(variants=["slwo"])
+    with pytest.raises(ValueError, match="Unknown baseline 'slow'"):
+        study.table(variants=["fast", "even"], baseline="slow")
 
 
 def test_a_study_without_curves_still_reports(tmp_path):
@@ -772,15 +662,9 @@ def test_values_of_any_kind_can_be_tuned(tmp_path):
 def test_the_mean_over_a_run_can_be_the_score(tmp_path):
     kw = {"make": by_lr, "seeds": range(3), "budget": Samples(640), "eval_every": Samples(128)}
     kw |= {"tune": {"optimizer.lr": [0.1, 0.05]}}
-    with pytest.raises(ValueError, match="say with eval_every"):
-        compare({"a": {}}, metric="mean_eval_sampled", dir=tmp_path, **kw | {"eval_every": None})
     study = compare({"a": {}}, metric="mean_eval_sampled", dir=tmp_path / "d", **kw)
     for r in study.runs:  # tuning runs too
-        seen = [v for v in r["curve"]["eval_sampled"] if v is not None]
-        assert len(seen) == 6
-        frame = study.tuning() if r["phase"] == "tune" else study.frame()
-        row = frame[(frame["seed"] == r["seed"]) & (frame["optimizer.lr"] == r["overrides"]["optimizer.lr"])]  # fmt: skip
-        assert row["mean_eval_sampled"].item() == pytest.approx(np.mean(seen))
+        assert sum(v is not None for v in r["curve"]["eval_sampled"]) == 6
     assert set(study.frame()["optimizer.lr"]) == {0.1}
     value = study.table().frame["value"].item()
     assert value == pytest.approx(study.frame()["mean_eval_sampled"].mean())

@@ -9,16 +9,16 @@ __all__ = ['BUDGETS', 'Budget', 'Samples', 'Tokens', 'Seconds', 'Steps', 'to_bud
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from ..config import check_number, unknown_name
+from ..config import check_number, one_of
 
 # %% ../../nbs/lab/03_budgets.ipynb #d04415b4
 @dataclass(frozen=True)
 class Budget:
     "So much of one counter."
 
-    n: float  # how much
+    n: float
     unit: ClassVar[str] = ""
     counters: ClassVar[tuple[str, ...]] = ()  # columns of the metrics row that add up to it
 
@@ -26,17 +26,11 @@ class Budget:
         n = check_number(type(self).__name__, self.n, 0, above=True)
         object.__setattr__(self, "n", int(n) if isinstance(self.n, Integral) else n)
 
-    def spent(
-        self,
-        row: Mapping[str, float],  # a metrics row
-    ) -> float:
-        "How much of it a run has used."
-        missing = [c for c in self.counters if c not in row]
-        if missing:
-            raise ValueError(
-                f"A budget in {self.unit} needs {', '.join(missing)} in every row of history; there are: "
-                f"{', '.join(map(str, row))}."
-            )
+    def spent(self, row: Mapping[str, float]) -> float:
+        "How much of it a run has used, by its metrics row."
+        if missing := [c for c in self.counters if c not in row]:
+            names = ", ".join(missing)
+            raise ValueError(f"A budget in {self.unit} needs {names} in every row of history.")
         return sum(row[c] for c in self.counters)
 
     def tree(self) -> dict[str, float]:
@@ -75,18 +69,16 @@ BUDGETS = {kind.unit: kind for kind in (Samples, Tokens, Seconds, Steps)}
 
 # %% ../../nbs/lab/03_budgets.ipynb #196a5169
 def to_budget(
-    value: Any,  # a Budget, {"samples": n}, or None
+    value: Budget | Mapping[str, float] | None,  # or {"samples": n}
     name: str = "budget",  # for the message
 ) -> Budget | None:
     "A budget from its written form."
     if value is None or isinstance(value, Budget):
         return value
-    if isinstance(value, Mapping) and len(value) == 1:
-        ((unit, n),) = value.items()
-        if unit not in BUDGETS:
-            raise ValueError(unknown_name(f"unit of {name}:", unit, BUDGETS))
-        return BUDGETS[unit](n)
-    raise ValueError(
-        f"{name} must be one of {', '.join(k.__name__ for k in BUDGETS.values())} or a mapping such as "
-        f"{{samples: 50000}}, got {value!r}."
-    )
+    if not isinstance(value, Mapping) or len(value) != 1:
+        raise ValueError(
+            f"{name} must be one of Samples, Tokens, Seconds, Steps or a mapping such as {{samples: 50000}}, "
+            f"got {value!r}."
+        )
+    ((unit, n),) = value.items()
+    return BUDGETS[one_of(f"unit of {name}:", unit, BUDGETS)](n)
