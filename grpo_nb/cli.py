@@ -134,7 +134,11 @@ def _read_block(block: Mapping[str, Any]) -> dict[str, Any]:
     for key, known in (("baseline", out["variants"]), ("statistic", STATISTICS)):
         one_of(f"compare.{key}", out.get(key, next(iter(known))), known)
     check_number("compare.seconds", out.get("seconds", 1), 0, above=True)
-    check_number("compare.workers", out.get("workers", 1), 1, whole=True)
+    seeds = out.get("seeds", 1)
+    counts = {k: out.get(k, 1) for k in ("workers", "threads")}
+    counts["seeds"] = seeds if isinstance(seeds, (int, float)) else 1
+    for key, value in counts.items():
+        check_number(f"compare.{key}", value, 1, whole=True)
     return out
 
 # %% ../nbs/07_cli.ipynb #9407a534

@@ -22,6 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 SHARED = ("killed", "two_ranks")  # slow fixtures: the tests that use one run in one process, first
 
 
+@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items):
     "Slow fixtures are made once; fuzzing draws more examples per property."
     for item in items:
