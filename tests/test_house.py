@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -64,3 +65,11 @@ def test_every_function_of_the_step_fits_a_screen():
     tree = ast.parse((ROOT / "grpo_nb" / "trainer.py").read_text(encoding="utf-8"))
     step = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "step")
     assert step.end_lineno - step.body[0].lineno + 1 <= 40
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_links_between_notebooks_lead_somewhere(path):
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "markdown":
+            for link in re.findall(r"\]\((?!https?:)([^)#]+\.ipynb)", "".join(cell["source"])):
+                assert (path.parent / link).exists(), link
