@@ -668,6 +668,44 @@ def test_lines_of_verl_itself():
     assert math.isnan(s["filter_rate"]) and "unknown" in format_summary(s)
 
 
+VERL = """\
+(TaskRunner pid=42) num_prompt_in_batch=3 < prompt_bsz=8
+(TaskRunner pid=42) num_gen_batches=1. Keep generating...
+(TaskRunner pid=42) num_prompt_in_batch=5 < prompt_bsz=8
+(TaskRunner pid=42) ValueError: num_gen_batches=2 >= max_num_gen_batches=2. Generated too many.
+"""
+
+
+@pytest.mark.parametrize(
+    "old,new",
+    [
+        ("pid=42) ValueError", "ip=10.0.0.1) ray::TaskRunner.run() (pid=42, ip=::1)\nValueError"),
+        ("(TaskRunner pid=42) ValueError", "ValueError"),
+        ("(TaskRunner pid=42) ", ""),
+        (" >= max", " > max"),
+        ("=3 < prompt", "=3 <= prompt"),
+        ("=1. Keep", "=1 < max_num_gen_batches=2. Keep"),
+        ("=5 <", "=np.int64(5) <"),
+        ("batches=2 >", "batches=np.int64(2) >"),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_the_same_step_in_other_words(tmp_path, old, new, encoding):
+    (tmp_path / "log").write_text(VERL.replace(old, new), encoding=encoding)
+    frame, s = parse_filter_logs(tmp_path / "log")
+    assert s["outcomes"] == {"cap": 1} and s["num_gen_batches"] == 2 and s["unread"] == []
+    assert frame["accumulated"].tolist() == [3, 5]
+
+
+def test_what_looks_like_filtering_and_is_not_understood_is_shown():
+    s = parse_filter_logs(FORM_A + "Dropped 3 of 8 groups\nfilter_rate 0.5\n")[1]
+    assert s["unread_lines"] == 1 and "not understood: Dropped 3 of 8 groups" in format_summary(s)
+    s = parse_filter_logs("kept 3 of 8 groups\n" + "max_num_gen_batches: 10\n")[1]
+    assert "Not understood: 1 lines, such as 'kept 3 of 8 groups'" in format_summary(s)
+    s = parse_filter_logs("train/num_gen_batches:2.0e+00 - train/filter_rate:2.5e-01\n")[1]
+    assert s["num_gen_batches"] == 2 and s["steps"][0]["outcome"] == "full"
+
+
 def test_steps_of_verl_are_kept_apart_by_the_index_alone():
     lines = []
     for total, index in ((10, 1), (12, 1), (14, 2), (9, 1), (15, 2), (3, 1)):

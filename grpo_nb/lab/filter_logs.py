@@ -13,26 +13,28 @@ from pathlib import Path
 from typing import Any
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #4087a695
+_N = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 _PATTERNS = {  # what a line says: the text it is found in, with names for its numbers
     "generated": r"Generated batch (?P<batch>\d+), (?P<prompts>\d+) prompts(?:, (?P<trajectories>\d+) trajectories)?",
     "total": r"Total prompts: (?P<prompts>\d+)",
     "filtered": r"Filtered(?: \(std=0\): (?=\d+\b)|: (?=\d+ prompts))(?P<filtered>\d+)(?: prompts with std=0)?"
-    r"(?: \((?P<filtered_printed>\d+(?:\.\d+)?)%\))?",
+    rf"(?: \((?P<filtered_printed>{_N})%\))?",
     "kept": r"Kept(?: \(std>0\): (?=\d+\b)|: (?=\d+ prompts))(?P<kept>\d+)(?: prompts with std>0)?"
-    r"(?: \((?P<kept_printed>\d+(?:\.\d+)?)%\))?",
-    "mean_std": r"Mean std: (?P<mean_std>\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan)",
+    rf"(?: \((?P<kept_printed>{_N})%\))?",
+    "mean_std": rf"Mean std: (?P<mean_std>{_N}|nan)",
     "accumulated": r"Accumulated(?: prompts)?: (?P<accumulated>\d+)(?: prompts| / (?P<target>\d+))",
-    "compared": r"num_prompt_in_batch=(?P<accumulated>\d+) (?:<|>=) prompt_bsz=(?P<target>\d+)",
-    "more": r"num_gen_batches=(?P<batch>\d+)\. (?:Keep|Continue) generating",
-    "cap": r"num_gen_batches=\d+ ?>= ?(?:self\.)?max_num_gen_batches=\d+",
+    "compared": r"num_prompt_in_batch=(?P<accumulated>\d+) ?[<>]=? ?prompt_bsz=(?P<target>\d+)",
+    "more": r"num_gen_batches=(?P<batch>\d+)(?: ?< ?max_num_gen_batches=\d+)?\. (?:Keep|Continue) generating",
+    "cap": r"num_gen_batches=\d+ ?>=? ?(?:self\.)?max_num_gen_batches=\d+",
     "full": r"(?:Collected enough data|Enough data collected)\.",
     "partial": r"Training on a partial batch: \d+ trajectories",
     "skipped": r"Skipping the step: \w+",
-    "num_gen_batches": r"train/num_gen_batches['\"]? ?[:=] ?(?P<num_gen_batches>\d+(?:\.\d+)?)",
-    "filter_rate": r"train/filter_rate['\"]? ?[:=] ?(?P<filter_rate>\d+(?:\.\d+)?)",
+    "num_gen_batches": rf"train/num_gen_batches['\"]? ?[:=] ?(?P<num_gen_batches>{_N})",
+    "filter_rate": rf"train/filter_rate['\"]? ?[:=] ?(?P<filter_rate>{_N})",
 }
 _HINT = re.compile(  # a line that should have been understood
-    r"Generated batch|Filtered(?: \(std|:)|Kept(?: \(std|:)|Accumulated|num_prompt_in_batch|num_gen_batches|[Ee]nough data"
+    r"(?i)generated batch|\b(?:filtered|kept|accumulated|dropped|discarded)\b[^.]*\d|num_prompt_in_batch|"
+    r"(?<!max_)num_gen_batches|enough data"
 )
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #b3788b3d
@@ -42,6 +44,7 @@ def _match_line(line: str) -> list[tuple[str, dict]]:
     def number(name, text):
         return text if name.endswith("_printed") else int(text) if text.isdigit() else float(text)
 
+    line = re.sub(r"\b(?:np|numpy|tensor)\.?\w*\(([^()]*)\)", r"\1", line)  # np.int64(2)
     found = ((fact, re.search(text, line)) for fact, text in _PATTERNS.items())
     return [
         (fact, {k: number(k, v) for k, v in match.groupdict().items() if v is not None})
@@ -205,7 +208,7 @@ def _step_summary(step: dict, rows: list[dict]) -> dict:
     }
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #82c91b5c
-def _log_summary(rows: list[dict], steps: list[dict], num_lines: int, unread: int) -> dict:
+def _log_summary(rows: list[dict], steps: list[dict], num_lines: int, unread: list[str]) -> dict:
     "The whole log in numbers."
     names = ("num_gen_batches", "prompts", "filtered", "kept", "missing_batches")
     sums = {name: sum(s[name] for s in steps) for name in names}
@@ -213,13 +216,16 @@ def _log_summary(rows: list[dict], steps: list[dict], num_lines: int, unread: in
         f"No filter-group lines among {num_lines} lines. Is algorithm.filter_groups.enable=True, and is this "
         "the log of the training process?"
     )
+    if unread:
+        message = f"{message} Not understood: {len(unread)} lines, such as {unread[0]!r}."
     return sums | {
         "num_steps": len(steps),
         "filter_rate": sums["filtered"] / sums["prompts"] if sums["prompts"] else math.nan,
         "mean_gen_batches": sums["num_gen_batches"] / len(steps) if steps else math.nan,
         "surplus": sum(s["surplus"] or 0 for s in steps),
         "outcomes": dict(Counter(s["outcome"] for s in steps)),
-        "unread_lines": unread,
+        "unread_lines": len(unread),
+        "unread": unread,
         "issues": [x["issues"] for x in (*rows, *steps) if x["issues"]],
         "steps": steps,
         "message": "" if steps else message,
@@ -234,15 +240,14 @@ def parse_filter_logs(
 
     readers: dict[str, _Reader] = {}
     lines = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", _log_text(source)).splitlines()  # no colours
-    worker_of = re.compile(r"\((\w+ pid=\d+)[^)]*\)|\[?\brank[ :=]?(\d+)\b\]?", re.IGNORECASE)
-    unread = 0
+    unread, worker = [], ""
     for line in lines:
         facts = _match_line(line)
-        unread += not facts and bool(_HINT.search(line))
-        worker = worker_of.search(line) if facts else None
-        name = next(filter(None, worker.groups()), "") if worker else ""
+        if not facts and _HINT.search(line):
+            unread.append(line.strip()[:160])
+        worker = _worker_of(line, worker, bool(facts))
         for fact, numbers in facts:
-            _take_in(readers.setdefault(name, _Reader()), fact, numbers)
+            _take_in(readers.setdefault(worker, _Reader()), fact, numbers)
     rows, steps = [], []
     for worker, reader in readers.items():
         for step in reader.steps:
@@ -253,6 +258,18 @@ def parse_filter_logs(
     frame = pd.DataFrame(rows, columns=columns.split())
     return frame, _log_summary(rows, steps, len(lines), unread)
 
+# %% ../../nbs/lab/02_filter_logs.ipynb #120d5368
+_WORKER = re.compile(r"\((\w+ pid=\d+)[^)]*\)|\[?\brank[ :=]?(\d+)\b\]?", re.IGNORECASE)
+_TRACEBACK = re.compile(r"ray::(\w+)\S* \((pid=\d+)")  # what the driver prints of a worker's error
+
+
+def _worker_of(line: str, before: str, told: bool) -> str:
+    "Whose line it is: the worker it names; without a name, that of the lines before (an error is printed by the driver)."
+    if found := _TRACEBACK.search(line):
+        return " ".join(found.groups())
+    found = _WORKER.search(line) if told else None
+    return next(filter(None, found.groups())) if found else before
+
 # %% ../../nbs/lab/02_filter_logs.ipynb #6f845a86
 def _log_text(source: str | Path) -> str:
     "The text of a log: a path is read, a text with line breaks is taken as it is."
@@ -260,7 +277,9 @@ def _log_text(source: str | Path) -> str:
         return source
     path = Path(source)
     if path.is_file():
-        return path.read_text(encoding="utf-8", errors="replace")
+        data = path.read_bytes()
+        wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")  # a shell of Windows has written it
+        return data.decode("utf-16" if wide else "utf-8-sig", errors="replace")
     if isinstance(source, str) and _match_line(source):
         return source
     raise FileNotFoundError(
@@ -287,4 +306,5 @@ def format_summary(
     if s["missing_batches"] or s["unread_lines"]:
         lost = f"{s['missing_batches']} batches; {s['unread_lines']} lines not understood"
         lines.append(f"not in the log        {lost}")
+    lines += [f"not understood: {line}" for line in s["unread"][:5]]
     return "\n".join(lines + [f"check: {issue}" for issue in s["issues"]])
