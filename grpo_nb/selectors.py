@@ -26,8 +26,6 @@ from grpo_nb.config import (
     build_config,
     check_number,
     configuration,
-    number_in,
-    one_of,
     unknown_name,
 )
 from .core import Registry, seed_of
@@ -56,32 +54,20 @@ class TaskSelectorConfig:
         return build_config(cls, config)
 
 # %% ../nbs/method/02_selectors.ipynb #1e8b9c53
-def _num_tasks(source) -> int:
-    if isinstance(source, Mapping):
-        sizes = {len(v) for v in source.values()}
-        if len(sizes) != 1:
-            raise ValueError(
-                f"A dict of columns needs at least one column and equal lengths, got {sorted(sizes)}."
-            )
-        return sizes.pop()
-    if hasattr(source, "__len__"):
-        return len(source)
-    return int(getattr(source, "dataset_size", None) or _num_tasks(source.dataset))
+def _table(source):
+    "The source itself, or what a wrapper holds in `.dataset`."
+    own = isinstance(source, Mapping) or hasattr(source, "column") or not hasattr(source, "dataset")
+    return source if own else source.dataset
 
-# %% ../nbs/method/02_selectors.ipynb #ebbb0efe
-def _column(source, name: str) -> np.ndarray:  # (N,) not copied where it is an array already
-    if isinstance(source, Mapping):
-        if name not in source:
-            raise ValueError(unknown_name("feature key", name, source))
-        values = source[name]
-    else:
-        values = source.column(name) if hasattr(source, "column") else source.dataset[name]
-    values = np.asanyarray(values)
-    if values.shape != (_num_tasks(source),) or values.dtype.kind not in "fiub":
-        raise ValueError(
-            f"Feature {name!r} must be one number per task, got shape {values.shape}, dtype {values.dtype}."
-        )
-    return values
+
+def _num_tasks(source) -> int:
+    table = _table(source)
+    sizes = set(map(len, table.values())) if isinstance(table, Mapping) else {len(table)}
+    if len(sizes) > 1:
+        raise ValueError(f"A dict of columns needs equal lengths, got {sorted(sizes)}.")
+    if not sizes or sizes == {0}:
+        raise ValueError("A selector needs at least one task; the data source is empty.")
+    return sizes.pop()
 
 # %% ../nbs/method/02_selectors.ipynb #b5b3ba17
 SELECTORS = Registry("selector")
@@ -103,8 +89,6 @@ class BaseSelector:
         self.data_source, self.config = data_source, TaskSelectorConfig.of(config)
         self.num_tasks, self.seed = _num_tasks(data_source), self.config.seed
         self.current_index = 0
-        if self.num_tasks < 1:
-            raise ValueError("A selector needs at least one task; the data source is empty.")
         if self.Options is not None:
             given = {self.renamed.get(k, k): v for k, v in self.config.kwargs.items()}
             where = f"selector {self.config.selector_type!r}"
@@ -141,15 +125,31 @@ class BaseSelector:
 
 # %% ../nbs/method/02_selectors.ipynb #a5dc0274
 @patch
-def column(self: BaseSelector, name: str) -> np.ndarray:  # (N,)
+def column(
+    self: BaseSelector, name: str
+) -> np.ndarray:  # (N,) not copied where it is an array already
     "One numeric column of the data source."
-    return _column(self.data_source, name)
+    table = _table(self.data_source)
+    if isinstance(table, Mapping) and name not in table:
+        raise ValueError(unknown_name("feature key", name, table))
+    values = np.asanyarray(table.column(name) if hasattr(table, "column") else table[name])
+    if values.shape != (self.num_tasks,) or values.dtype.kind not in "fiub":
+        raise ValueError(
+            f"Feature {name!r} must be one number per task, got shape {values.shape}, dtype {values.dtype}."
+        )
+    return values
 
-
+# %% ../nbs/method/02_selectors.ipynb #03a10612
 @patch
 def places(self: BaseSelector, batch_size: int) -> np.ndarray:  # (B,) in 0..N-1
     "The next places of a fixed order that starts again at its end."
     return np.arange(self.current_index, self.current_index + batch_size) % self.num_tasks
+
+
+@patch
+def generator(self: BaseSelector, name: str) -> np.random.Generator:
+    "A generator of its own for the batch at the cursor."
+    return np.random.default_rng(seed_of(self.seed, name, self.current_index))
 
 # %% ../nbs/method/02_selectors.ipynb #b2ecb911
 @patch
@@ -347,8 +347,7 @@ class EstimatorSelector(BaseSelector):
         self.estimator.update(indices, values, counts)
 
     def info(self, indices):
-        alpha, beta = self.estimator.posterior(indices)
-        return {"mean": (alpha / (alpha + beta)).tolist(), "evidence": (alpha + beta).tolist()}
+        return {"mean": self.estimator.mean(indices).tolist()}
 
     def state_dict(self):
         return {**super().state_dict(), "estimator": self.estimator.state_dict()}
@@ -361,12 +360,6 @@ class EstimatorSelector(BaseSelector):
             )
         super().load_state_dict(state)
         self.estimator.load_state_dict(state["estimator"])
-
-# %% ../nbs/method/02_selectors.ipynb #ffaba71b
-@patch
-def generator(self: EstimatorSelector, *names: str) -> np.random.Generator:
-    "A generator of its own for the batch at the cursor."
-    return np.random.default_rng(seed_of(self.seed, *names, self.current_index))
 
 # %% ../nbs/method/02_selectors.ipynb #43a92bb4
 @SELECTORS.register_module("difficulty_based")
@@ -406,7 +399,8 @@ class DifficultyBasedSelector(EstimatorSelector):
 
     def info(self, indices):
         mean = self.estimator.mean(indices)
-        return {**super().info(indices), "scores": (-np.abs(self.options.target_reward - mean)).tolist()}  # fmt: skip
+        scores = -np.abs(self.options.target_reward - mean)
+        return {"mean": mean.tolist(), "scores": scores.tolist()}
 
 # %% ../nbs/method/02_selectors.ipynb #cc1367d1
 @patch
@@ -418,7 +412,7 @@ def scores(self: DifficultyBasedSelector) -> np.ndarray:  # (N,) in [-1, 0]
     p -= self.options.target_reward
     return -np.abs(p, out=p)
 
-# %% ../nbs/method/02_selectors.ipynb #cb05f459
+
 @patch
 def _multinomial(self: DifficultyBasedSelector, logits, batch_size):
     rng = torch.Generator().manual_seed(self.seed + self.current_index)
@@ -449,7 +443,7 @@ class ThompsonSelector(EstimatorSelector):
         outside = np.maximum(np.maximum(o.band[0] - x, x - o.band[1]), 0)
         return tasks[np.argsort(outside, kind="stable")[:batch_size]]  # the pool is in random order
 
-# %% ../nbs/method/02_selectors.ipynb #76d048f4
+
 @patch
 def candidates(self: ThompsonSelector, batch_size: int, rng: np.random.Generator) -> np.ndarray:
     "A random pool, in random order."
@@ -466,7 +460,7 @@ def learnability(
 ) -> np.ndarray:  # (n,) at least 0
     "How much a task is expected to teach."
     total = alpha + beta
-    if one_of("score", score, ("variance", "unbiased", "band")) == "variance":
+    if score == "variance":
         return alpha * beta / (total * (total + 1))
     if score == "band":
         return ((alpha / total >= band[0]) & (alpha / total <= band[1])).astype(np.float64)
@@ -511,23 +505,12 @@ class GresoSelector(BaseSelector):
         easy_above: float = 0.98  # pass rates from here on count as solved by all
         hard_below: float = 0.11  # pass rates up to here count as solved by none
         share: Share = 0.25  # of uninformative groups to aim at
-        step: NonNegative = 0.01  # by which the two probabilities move
-        floor: number_in(0, 1, above=True) = 0.01  # no task is kept with less, or skipped for ever
-        outside: Literal["error", "clip"] = "error"  # pass rates outside [0, 1]
-        random_method: Literal["numpy", "python"] = "numpy"  # of the shuffled epochs
 
     def __init__(self, data_source, config=None):
         super().__init__(data_source, config)
-        shuffle = {"random_method": self.options.random_method}
-        self.walk = ShuffleSelector(
-            data_source, TaskSelectorConfig("shuffle", self.seed, [], shuffle)
-        )
+        self.walk = ShuffleSelector(data_source, TaskSelectorConfig("shuffle", self.seed))
         self.p = {"easy": 0.5, "hard": 0.5}
         self.streak = np.zeros(self.num_tasks, np.int8)  # > 0 easy visits in a row, < 0 hard ones
-        self.count = {"skipped": 0, "ignored_nan": 0, "clipped_values": 0}
-
-    def info(self, indices):
-        return {"keep_probability": self.keep_probability(indices).tolist()}
 
 # %% ../nbs/method/02_selectors.ipynb #64cd6802
 @patch
@@ -535,12 +518,12 @@ def keep_probability(self: GresoSelector, indices: np.ndarray) -> np.ndarray:
     "Probability that a task is not skipped."
     z = self.streak[indices].astype(np.float64)
     p = np.where(z > 0, self.p["easy"], self.p["hard"])
-    return np.maximum(p ** np.abs(z), self.options.floor)
+    return np.maximum(p ** np.abs(z), 0.01)  # nothing is skipped for ever
 
 # %% ../nbs/method/02_selectors.ipynb #84904030
 @patch
 def pick(self: GresoSelector, batch_size):
-    rng = np.random.default_rng(seed_of(self.seed, "greso", self.current_index))
+    rng = self.generator("greso")
     chosen = np.zeros(0, np.int64)
     while len(chosen) < batch_size:
         start, left = self.walk.current_index, batch_size - len(chosen)
@@ -549,31 +532,28 @@ def pick(self: GresoSelector, batch_size):
         chosen = np.concatenate([chosen, tasks[kept]])
         seen = int(kept[-1]) + 1 if len(kept) == left else len(tasks)
         self.walk.current_index = start + seen
-        self.count["skipped"] += seen - len(kept)
     return chosen
 
 # %% ../nbs/method/02_selectors.ipynb #b8244747
 @patch
 def update(self: GresoSelector, indices, values, counts=None):
-    o = self.options
-    f = pool_feedback(self.num_tasks, indices, values, counts, o.outside)
-    self.count["ignored_nan"] += f.ignored
-    self.count["clipped_values"] += f.clipped
-    if not len(f.indices):
+    o, counts = self.options, 1.0 if counts is None else counts
+    tasks, rate, _ = pool_feedback(self.num_tasks, indices, values, counts)
+    if not len(tasks):
         return
-    easy, hard = f.values >= o.easy_above, f.values <= o.hard_below
-    z = self.streak[f.indices].astype(np.int64)
+    easy, hard = rate >= o.easy_above, rate <= o.hard_below
+    z = self.streak[tasks].astype(np.int64)
     z = np.where(easy, np.maximum(z, 0) + 1, np.where(hard, np.minimum(z, 0) - 1, 0))
-    self.streak[f.indices] = np.clip(z, -127, 127)
+    self.streak[tasks] = np.clip(z, -127, 127)
     for name, got, part in (("easy", easy.mean(), 1 / 3), ("hard", hard.mean(), 2 / 3)):
-        move = -o.step if got > o.share * part else o.step
+        move = -0.01 if got > o.share * part else 0.01
         self.p[name] = min(max(self.p[name] + move, 0.05), 0.95)
 
 # %% ../nbs/method/02_selectors.ipynb #426a5aa1
 @patch
 def state_dict(self: GresoSelector):
     visited = np.flatnonzero(self.streak)
-    learned = {"walk": self.walk.current_index, "p": dict(self.p), "count": dict(self.count)}
+    learned = {"walk": self.walk.current_index, "p": dict(self.p)}
     base = BaseSelector.state_dict(self)
     return {**base, **learned, "tasks": visited, "streak": self.streak[visited]}
 
@@ -583,6 +563,5 @@ def load_state_dict(self: GresoSelector, state):
     BaseSelector.load_state_dict(self, state)
     self.walk.current_index = int(state["walk"])
     self.p = {k: float(v) for k, v in state["p"].items()}
-    self.count = {k: int(v) for k, v in state["count"].items()}
     self.streak = np.zeros(self.num_tasks, np.int8)
     self.streak[np.asarray(state["tasks"], np.int64)] = state["streak"]
