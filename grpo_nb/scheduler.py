@@ -10,7 +10,6 @@ __all__ = ['SELECTOR_METRIC', 'EXPERIENCE_OPERATORS', 'SELECTOR_KEYS', 'reward_p
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from .config import check_number, one_of
 from .core import Registry, Rollout, group_stats
-from .selectors import BaseSelector, TaskSelectorConfig, make_selector
+from .selectors import BaseSelector, TaskSelectorConfig, check_chosen, make_selector
 from .shares import make_shares, mean_abs_advantage
 from .tasks import Task, Taskset, data_path
 
@@ -165,7 +164,6 @@ class TasksetScheduler:
         shares: str
         | Mapping
         | Sequence[float] = "size",  # a policy, {"kind": name, ...}, or weights
-        prefetch: bool = False,  # read the next batch in a thread while training goes on
         operators: Sequence = (),  # experience operators: a name, {name, args}, or an object with `process`
     ):
         self.batch_size = check_number("batch_size", batch_size, 1, whole=True)
@@ -182,7 +180,6 @@ class TasksetScheduler:
         # 0.29 * 100 is 28.999999999999996 in floating point, and means 29
         epochs = None if total_epochs is None else int(total_epochs * self.places + 1e-6)
         self.total_samples = epochs if total_steps is None else total_steps * batch_size
-        self.prefetch, self._pool, self._ahead, self._wanted = prefetch, None, None, None
         self._warned = False
 
     def __repr__(self) -> str:
@@ -235,37 +232,16 @@ def read(
     "The next batch; StopIteration at the end of the run."
     want = self.batch_size if batch_size is None else batch_size
     check_number("batch_size", want, 1, whole=True)
-    if not self._has(want):
+    if self.total_samples is not None and self.cursor + want > self.total_samples:
         raise StopIteration
-    chosen = self._draw(want)
-    tasks = self._fetch(chosen) if self._ahead is None else self._take_ahead(chosen)
-    self._wanted = want
-    if self.prefetch and not self.adaptive:
-        self._read_ahead()
+    ids = self.shares.ids(self.cursor, want).tolist()
+    self.cursor += want
+    tasks = []
+    for k in dict.fromkeys(ids):
+        chosen = self.selectors[k].get_indices(ids.count(k))
+        for i in check_chosen(self.selectors[k], chosen, ids.count(k)).tolist():
+            tasks.append(_tagged(self.tasksets[k][i], self.ids[k], i))
     return tasks
-
-# %% ../nbs/method/03_scheduler.ipynb #ba142d55
-@patch
-def _has(self: TasksetScheduler, batch_size: int) -> bool:
-    "Whether the run goes on for so many samples."
-    return self.total_samples is None or self.cursor + batch_size <= self.total_samples
-
-
-@patch
-def _draw(self: TasksetScheduler, size: int) -> list[tuple[int, list[int]]]:
-    "Choose tasks and move on: (taskset, indices) in order of first appearance."
-    ids = self.shares.ids(self.cursor, size).tolist()
-    self.cursor += size
-    return [
-        (k, np.asarray(self.selectors[k].get_indices(ids.count(k))).tolist())
-        for k in dict.fromkeys(ids)
-    ]
-
-
-@patch
-def _fetch(self: TasksetScheduler, chosen: list[tuple[int, list[int]]]) -> list:
-    "Read the chosen tasks."
-    return [_tagged(self.tasksets[k][i], self.ids[k], i) for k, idx in chosen for i in idx]
 
 # %% ../nbs/method/03_scheduler.ipynb #92503e70
 @patch
@@ -314,8 +290,6 @@ def update(
         update(f["indices"], values, *([f.get("counts")] if takes_counts else []))
         if self.shares.adaptive and not np.isnan(values).all():
             self.shares.update(k, mean_abs_advantage(values[~np.isnan(values)]))
-    if self.prefetch and self.adaptive:
-        self._read_ahead()
 
 # %% ../nbs/method/03_scheduler.ipynb #f6708c9e
 @patch
@@ -344,32 +318,6 @@ def load_state_dict(self: TasksetScheduler, state: Mapping[str, Any]) -> None:
     for k, s in enumerate(self.selectors):
         s.load_state_dict(state["selectors"][str(k)])
     self.shares.load_state_dict(state["shares"])
-
-# %% ../nbs/method/03_scheduler.ipynb #28beaa00
-@patch
-def _read_ahead(self: TasksetScheduler) -> None:
-    "Start to read what the next `read` will choose, if nothing changes until then."
-    if self._wanted and self._has(self._wanted):
-        before = self.state_dict()
-        chosen = self._draw(self._wanted)
-        self.load_state_dict(before)
-        self._pool = self._pool or ThreadPoolExecutor(1, "taskset-reader")
-        self._ahead = chosen, self._pool.submit(self._fetch, chosen)
-
-
-@patch
-def _take_ahead(self: TasksetScheduler, chosen: list) -> list:
-    "The tasks read ahead if they are the chosen ones, else read now."
-    (foreseen, future), self._ahead = self._ahead, None
-    return future.result() if foreseen == chosen else self._fetch(chosen)
-
-# %% ../nbs/method/03_scheduler.ipynb #7d203445
-@patch
-def close(self: TasksetScheduler) -> None:
-    "Stop the reading thread."
-    if self._pool is not None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-    self._pool = self._ahead = None
 
 # %% ../nbs/method/03_scheduler.ipynb #2a9d57c0
 SELECTOR_KEYS = ("selector", "task_selector", "data_selector")

@@ -29,7 +29,7 @@ VARIANTS = {
     "plain": ["update.loss.kl_coef=0.01", "optimizer.schedule=cosine"],
     "epochs": ["update.num_epochs=3", "update.minibatch_size=8", "update.kl_stop.target=0.01", "advantage.mode=gdpo"],
     "filter": ["steps=4", "filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson"],
-    "curriculum": ["steps=4", "tasks.selector=greso", "filter_groups.enable=true", "tasks.prefetch=true", "eval.every=2", "eval.limit=4", "eval.samples=2"],
+    "curriculum": ["steps=4", "tasks.selector=greso", "filter_groups.enable=true", "eval.every=2", "eval.limit=4", "eval.samples=2"],
     "workers": ["rewards.run.workers=1", "steps=4"],
 }  # fmt: skip
 

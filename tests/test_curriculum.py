@@ -22,12 +22,12 @@ STAGES = [
     {"samples": 60, "weights": {"easy": 2, "middle": 1}},
     {"weights": {"middle": 1, "hard": 2}},
 ]
-# selectors of the three tasksets, share policy, reading ahead
+# selectors of the three tasksets, share policy
 RUNS = {
-    "size": (("difficulty_based", "thompson", "greso"), "size", True),
-    "ucb": (("shuffle", "learnability", "offline_easy2hard"), {"kind": "ucb", "window": 16}, False),
-    "stages": (("random", "sequential", "thompson"), {"kind": "stages", "stages": STAGES}, False),
-    "softmax_q": (("greso", "difficulty_based", "learnability"), {"kind": "softmax_q", "tau": 0.3}, False),
+    "size": (("difficulty_based", "thompson", "greso"), "size"),
+    "ucb": (("shuffle", "learnability", "offline_easy2hard"), {"kind": "ucb", "window": 16}),
+    "stages": (("random", "sequential", "thompson"), {"kind": "stages", "stages": STAGES}),
+    "softmax_q": (("greso", "difficulty_based", "learnability"), {"kind": "softmax_q", "tau": 0.3}),
 }  # fmt: skip
 OPTIONS = {
     "random": {"wrap": "epochs"},
@@ -61,7 +61,7 @@ class Run:
     "A scheduler, a collector and a learner whose skill grows with every informative group."
 
     def __init__(self, label, state=None):
-        selectors, shares, prefetch = RUNS[label]
+        selectors, shares = RUNS[label]
         data = {k: Tasks(n, 2 * i) for i, (k, n) in enumerate(SIZES.items())}
         self.scheduler = TasksetScheduler(
             data,
@@ -70,7 +70,6 @@ class Run:
             total_epochs=None,
             seed=3,
             shares=shares,
-            prefetch=prefetch,
             operators=["pass_rate_calculator"],
         )
         config = FilterGroupsConfig(
@@ -155,7 +154,6 @@ def test_killed_at_every_point_and_resumed(label):
         assert run.stream == [event], k
         state = run.save()
         assert canonical(pickle.loads(state)) == canonical(pickle.loads(states[k + 1])), k
-        run.scheduler.close()
     # and processes that go on to the end after one resume
     for k in (len(states) // 3, 3 * len(states) // 4):
         run = Run(label, states[k])
@@ -163,8 +161,6 @@ def test_killed_at_every_point_and_resumed(label):
             run.event()
         assert run.stream == whole.stream[k:]
         assert canonical(pickle.loads(run.save())) == canonical(pickle.loads(states[-1]))
-        run.scheduler.close()
-    whole.scheduler.close()
     # batches of different sizes, dropped groups and a kill inside a step did occur
     sizes = {len(tasks) for kind, tasks in whole.stream if kind == "read"}
     assert len(sizes) > 2 and whole.collector.gen_steps > 1.3 * STEPS
@@ -172,7 +168,7 @@ def test_killed_at_every_point_and_resumed(label):
 
 def test_every_selector_is_here():
     built_in = {k for k, c in SELECTORS.items() if c.__module__ == "grpo_nb.selectors"}
-    assert {s for selectors, _, _ in RUNS.values() for s in selectors} == built_in
+    assert {s for selectors, _ in RUNS.values() for s in selectors} == built_in
 
 
 def seen_by(selector):

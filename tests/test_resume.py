@@ -34,7 +34,7 @@ SMALL = ["run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "
 SETUPS = {
     "plain": ["update.loss.kl_coef=0.01", "optimizer.schedule=cosine"],
     "epochs": ["update.num_epochs=3", "update.minibatch_size=8", "update.kl_stop.target=0.001", "eval.every=2", "eval.limit=4", "eval.samples=2"],
-    "filter": ["filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson", "tasks.prefetch=true"],
+    "filter": ["filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson"],
 }  # fmt: skip
 
 

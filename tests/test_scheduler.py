@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -334,11 +333,11 @@ def test_selector_with_two_argument_update_still_works():
 # Exact resume ------------------------------------------------------------------------------------
 
 VARIANTS = {
-    "fixed": (["sequential", "shuffle", "random"], "size", False),
-    "learning, read ahead": (["difficulty_based", "thompson", "greso"], "size", True),
-    "ucb": (["shuffle", "learnability", "thompson"], {"kind": "ucb", "window": 16}, False),
-    "softmax_q": (["difficulty_based", "sequential", "greso"], {"kind": "softmax_q", "tau": 0.3}, True),
-    "stages": (["shuffle", "random", "thompson"], {"kind": "stages", "stages": [{"samples": 40, "weights": {"easy": 1, "mid": 1}}, {"weights": {"mid": 1, "hard": 2}}]}, False),
+    "fixed": (["sequential", "shuffle", "random"], "size"),
+    "learning": (["difficulty_based", "thompson", "greso"], "size"),
+    "ucb": (["shuffle", "learnability", "thompson"], {"kind": "ucb", "window": 16}),
+    "softmax_q": (["difficulty_based", "sequential", "greso"], {"kind": "softmax_q", "tau": 0.3}),
+    "stages": (["shuffle", "random", "thompson"], {"kind": "stages", "stages": [{"samples": 40, "weights": {"easy": 1, "mid": 1}}, {"weights": {"mid": 1, "hard": 2}}]}),
 }  # fmt: skip
 
 
@@ -351,15 +350,13 @@ OPTIONS = {
 
 
 def make_three(label):
-    names, shares, prefetch = VARIANTS[label]
+    names, shares = VARIANTS[label]
     rng, data = np.random.default_rng(0), {}
     for name, size in (("easy", 17), ("mid", 40), ("hard", 9)):
         weak = rng.random(size) * 0.5
         data[name] = Table(size, {"weak": weak, "strong": weak + 0.4})
     selectors = [TaskSelectorConfig(s, 7, KEYS.get(s, []), OPTIONS.get(s, {})) for s in names]
-    return TasksetScheduler(
-        data, 6, selectors, total_epochs=None, seed=3, shares=shares, prefetch=prefetch
-    )
+    return TasksetScheduler(data, 6, selectors, total_epochs=None, seed=3, shares=shares)
 
 
 def step(s, t):
@@ -399,73 +396,20 @@ def test_stop_at_every_step_and_resume_twice(label):
         states.append(saved(s))
         stream.append(step(s, t))
     states.append(saved(s))
-    s.close()
     for k in range(steps):
         s, end = make_three(label), min(k + 6, steps)
         s.load_state_dict(states[k])
         for t in range(k, end):
             if t == k + 3:  # a second stop, inside the same epoch
                 old = saved(s)
-                s.close()
                 s = make_three(label)
                 s.load_state_dict(old)
             assert step(s, t) == stream[t], (k, t)
         # all that decides the rest of the stream is equal, estimators included, so the rest is
         assert canonical(saved(s)) == canonical(states[end]), k
-        s.close()
     s = make_three(label)
     s.load_state_dict(states[5])
     assert [step(s, t) for t in range(5, steps)] == stream[5:]
-    s.close()
-
-
-# Reading ahead -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("label", list(VARIANTS))
-def test_reading_ahead_changes_nothing(label):
-    runs = []
-    for prefetch in (False, True):
-        s = make_three(label)
-        s.prefetch = prefetch
-        runs.append([step(s, t) for t in range(25)] + [canonical(saved(s))])
-        s.close()
-    assert runs[0] == runs[1]
-
-
-def test_reading_overlaps_with_the_caller():
-    "The reader has the next batch before it is asked for."
-    done = threading.Event()
-
-    class Slow(Table):
-        reads = 0
-
-        def __getitem__(self, i):
-            Slow.reads += 1
-            if Slow.reads > 4:
-                done.set()
-            return super().__getitem__(i)
-
-    s = TasksetScheduler([Slow(20)], 4, "shuffle", prefetch=True)
-    first = s.read()
-    assert done.wait(10)  # nobody has asked for the second batch
-    plain = TasksetScheduler([Table(20)], 4, "shuffle")
-    assert [pairs(first), pairs(s.read())] == [pairs(plain.read()), pairs(plain.read())]
-    s.close()
-
-
-def test_an_error_of_the_reader_reaches_the_caller():
-    class Broken(Table):
-        def __getitem__(self, i):
-            if i >= 4:
-                raise OSError(f"row {i} is gone")
-            return super().__getitem__(i)
-
-    s = TasksetScheduler([Broken(8)], 4, prefetch=True)
-    s.read()
-    with pytest.raises(OSError, match="row 4 is gone"):
-        s.read()
-    s.close()
 
 
 # Recipes -----------------------------------------------------------------------------------------

@@ -72,7 +72,6 @@ class TasksConfig(StreamConfig):
     shares: Any = "size"  # how they are mixed, see `TasksetScheduler`
     operators: list | None = None  # experience operators; None: pass_rate_calculator
     epochs: Positive | None = None  # training ends after so many; None: `steps` alone decides
-    prefetch: bool = False  # read the next batch in a thread
 
 # %% ../../nbs/lab/03_recipe.ipynb #ea1dee22
 @configuration
@@ -259,7 +258,6 @@ def open_stream(
             total_epochs=t.epochs,
             seed=config.seed,
             shares=t.shares,
-            prefetch=t.prefetch,
         )
 
 # %% ../../nbs/lab/03_recipe.ipynb #39f448b6
