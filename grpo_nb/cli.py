@@ -26,7 +26,6 @@ from .files import hide_secrets, plain, write_atomic
 from .lab.budgets import Budget, Samples, Seconds, Steps, to_budget
 from .lab.compare import Workers, carry_out, compare
 from .lab.filter_logs import format_summary, parse_filter_logs
-from .lab.paired_statistics import STATISTICS
 from .lab.recipe import GRPOConfig, load_config, read_tree
 from .files import RunLocked
 from .lab.frames import flat_keys
@@ -108,7 +107,7 @@ _BLOCK = {
     "common": "keys that every variant sets",
     "seconds": "training seconds of the whole study; a machine too slow for it gets a smaller budget of samples or steps",
     "baseline": "variant that the others are compared with",
-    "statistic": "mean or iqm",
+    "margin": "differences of the score below it do not matter",
     "workers": "processes",
 }
 _ASKED = "seeds budget eval_every tune tune_seeds tune_tasks tune_budget metric lower_is_better dir threads"
@@ -131,8 +130,7 @@ def _read_block(block: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"compare: {name} must map keys to values, got {keys!r}.")
     common = flat_keys(out.pop("common", {}))
     out["variants"] = {str(k): common | flat_keys(v or {}) for k, v in out["variants"].items()}
-    for key, known in (("baseline", out["variants"]), ("statistic", STATISTICS)):
-        one_of(f"compare.{key}", out.get(key, next(iter(known))), known)
+    one_of("compare.baseline", out.get("baseline", next(iter(out["variants"]))), out["variants"])
     check_number("compare.seconds", out.get("seconds", 1), 0, above=True)
     seeds = out.get("seeds", 1)
     counts = {k: out.get(k, 1) for k in ("workers", "threads")}
@@ -226,7 +224,7 @@ def _compare(
     config = override(config, flat_keys(block.pop("base", {})))
     config = override(config, [o for o in overrides if not o.startswith("compare.")])
     title, seconds = block.pop("title", "Comparison"), block.pop("seconds", None)
-    shown = {k: block.pop(k) for k in ("baseline", "statistic") if k in block}
+    shown = {k: block.pop(k) for k in ("baseline", "margin") if k in block}
     dir, workers = Path(block["dir"]), check_number("workers", block["workers"], 1, whole=True)
     # mistakes are told before anything is trained, also for the budget
     spec = Spec(base=config, **{k: v for k, v in block.items() if k != "workers"})

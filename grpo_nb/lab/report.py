@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from fastcore.basics import patch
 
-from ..config import one_of
+from ..config import check_number, one_of
 from ..files import plain, write_atomic
 from .budgets import to_budget
-from .paired_statistics import holm, improvement, seed_interval, sign_flip
+from .paired_statistics import detectable, improvement, joint_level, verdict
 from .plots import COLORS, make_figure
 from .study import MEAN, Study, check_metric, final_score, held_out, is_lower
 from ..statistics import t_interval
@@ -48,23 +48,24 @@ def scores(self: Study, metric: str) -> dict[str, dict[int, float]]:
 # %% ../../nbs/lab/05_report.ipynb #f007dd9c
 def _row(table: "Table", name: str, scores: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
     "One variant in numbers."
-    study, baseline = table.study, table.baseline
-    mine, base = scores[name], scores[baseline]
+    study, baseline, level = table.study, table.baseline, table.level
+    mine, base, arms = scores[name], scores[baseline], len(scores) - 1
     runs = [r for r in study.reported if r["variant"] == name]
     d = [mine[s] - base[s] for s in mine if s in base] if name != baseline else []
-    interval = lambda v: seed_interval(v, table.statistic, table.level)[:3]
     sign = -1 if table.lower else 1
     none, pair = [math.nan] * 3, [sign * np.array(list(v.values())) for v in (mine, base)]
-    row = {"variant": name, "n": len(mine), "failed": len(runs) - len(mine)}
+    row = {"variant": name, "n": len(mine), "failed": len(runs) - len(mine), "pairs": len(d)}
     row |= {k: runs[0]["overrides"].get(k) if runs else None for k in study.tuned}
     for what, found in (
-        ("value", interval(list(mine.values()))),
-        ("difference", interval(d) if d else none),
-        ("better", improvement(*pair, table.level) if d else none),
+        ("value", t_interval(list(mine.values()), level)),
+        ("difference", t_interval(d, joint_level(level, arms)) if d else none),
+        ("better", improvement(*pair, level) if d else none),
     ):
         row |= dict(zip((what, f"{what}_low", f"{what}_high"), found))
-        if what == "difference":
-            row |= {"pairs": len(d), "p": sign_flip(d) if len(d) >= 5 else math.nan}
+    row["detectable"] = (
+        detectable(len(d), arms, level) * np.std(d, ddof=len(d) > 1) if d else math.nan
+    )
+    row["verdict"] = "" if row["failed"] else verdict(d, arms, level, table.margin)
     budget = to_budget(study.spec["budget"])
     used = [budget.spent({k: v[-1] for k, v in r["curve"].items()}) for r in runs if r.get("curve")]
     return row | {"spent": float(np.mean(used)) if used else math.nan}
@@ -72,28 +73,25 @@ def _row(table: "Table", name: str, scores: Mapping[str, Mapping[int, float]]) -
 # %% ../../nbs/lab/05_report.ipynb #fce857a6
 def _notes(table: "Table", scores: Mapping[str, Mapping[int, float]]) -> list[str]:
     "What a reader has to know about a table."
-    spec, frame, least = table.study.spec, table.frame, int(table.frame["n"].min())
-    methods = {seed_interval(list(v.values()), table.statistic)[3] for v in scores.values()}
+    spec, least, arms = table.study.spec, int(table.frame["n"].min()), len(table.frame) - 1
     out = [
         f"Budget {to_budget(spec['budget'])} per run; seeds {', '.join(map(str, spec['seeds']))}; "
-        f"{100 * table.level:g}% intervals over seeds ({', '.join(sorted(methods))})."
+        f"{100 * table.level:g}% intervals over seeds (Student's t)."
     ]
-    if len(frame) > 1:
-        p = "; p from the sign-flip test" if frame["p"].notna().any() else ""
-        way = table.direction
+    if arms > 0:
+        way, both = table.direction, f", wide enough for all {arms} together" if arms > 1 else ""
         out.append(
-            f"Differences are paired by seed{p}; P({way}): how often a run ends {way} than one of {table.baseline}, "
-            "Newcombe's interval."
+            f"Differences are paired by seed{both}; detectable: what these seeds would show in four of five studies; P({way}): "
+            f"how often a run ends {way} than one of {table.baseline}."
         )
     if table.lower:
         out.append(f"Lower {table.metric} is better.")
     if least < 5:
-        out.append(
-            f"Only {least} {'seed' if least == 1 else 'seeds'}: no p-value is given, and only differences of several "
-            "standard deviations could show."
-        )
-    elif least < 6 and len(frame) > 1:
-        out.append("With 5 seeds the sign-flip test cannot go below p = 0.0625.")
+        out.append(f"Only {least} {'seed' if least == 1 else 'seeds'}: no verdict.")
+        base = scores[table.baseline]
+        for name, mine in scores.items() if arms else ():
+            points = [f"{mine[s] - base[s]:+.3f}" for s in mine if s in base]
+            out += [f"Differences of {name}: {', '.join(points)}."] * (name != table.baseline)
     return out + _about_runs(table)
 
 # %% ../../nbs/lab/05_report.ipynb #22853091
@@ -127,8 +125,8 @@ class Table:
     study: Study
     metric: str
     baseline: str
-    statistic: str = "mean"
     level: float = 0.95
+    margin: float | None = None  # differences below it do not matter
     frame: Any = None  # DataFrame: one row per variant, numbers only
     notes: Sequence[str] = ()
 
@@ -143,10 +141,8 @@ class Table:
 
     @property
     def clear(self) -> list[bool]:
-        "For each row, whether the interval of the difference excludes 0 and no run failed."
-        f = self.frame
-        away = (f["difference_low"] > 0) | (f["difference_high"] < 0)
-        return (away & (f["failed"] == 0)).tolist()
+        "For each row, whether the verdict is a difference."
+        return self.frame["verdict"].isin(["higher", "lower"]).tolist()
 
 # %% ../../nbs/lab/05_report.ipynb #1f96fec7
 def _span(row: Mapping[str, float], what: str, form: str) -> str:
@@ -162,34 +158,30 @@ def text(self: Table):
     "What is shown, as a DataFrame of text."
     import pandas as pd
 
-    name = self.metric if self.statistic == "mean" else f"{self.metric} ({self.statistic.upper()})"
-    p_name, rows = "p (Holm)" if len(self.frame) > 2 else "p", []
-    edges = self.study.edges()
+    rows, edges = [], self.study.edges()
     for r in self.frame.to_dict("records"):
         row = {"variant": r["variant"]}
         for key in self.study.tuned:
             shown = f"{r[key]:g}" if isinstance(r[key], float) else str(r[key] or "")
             row[key.split(".")[-1]] = shown + " (edge)" * (key in edges.get(r["variant"], ()))
         row["seeds"] = f"{r['n']}" + (f" ({r['failed']} failed)" if r["failed"] else "")
-        row[name] = _span(r, "value", ".3f")
+        row[self.metric] = _span(r, "value", ".3f")
         row[f"difference to {self.baseline}"] = _span(r, "difference", "+.3f")
-        row[p_name] = "" if math.isnan(r["p"]) else f"{r['p']:.3f}"
+        row["detectable"] = "" if math.isnan(r["detectable"]) else f"{r['detectable']:.3f}"
+        row["verdict"] = r["verdict"]
         row[f"P({self.direction})"] = _span(r, "better", ".2f")
         row["budget used"] = "" if math.isnan(r["spent"]) else f"{r['spent']:,.0f}"
         rows.append(row)
     frame = pd.DataFrame(rows)
-    return frame if frame[p_name].any() else frame.drop(columns=p_name)  # too few seeds for any p
+    return frame if frame["verdict"].any() else frame.drop(columns="verdict")  # too few seeds
 
 # %% ../../nbs/lab/05_report.ipynb #52b116f0
 @patch
 def __repr__(self: Table):
-    frame, at = self.text, f"difference to {self.baseline}"
-    frame[at] = [c + " *" * clear for c, clear in zip(frame[at], self.clear)]
-    rows = [list(frame), *frame.values.tolist()]
+    rows = [list(self.text), *self.text.values.tolist()]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in rows]
-    star = ["* the interval of the difference excludes 0"] if any(self.clear) else []
-    return "\n".join([*lines, *star, *self.notes])
+    return "\n".join([*lines, *self.notes])
 
 # %% ../../nbs/lab/05_report.ipynb #4cccd88c
 @patch
@@ -210,19 +202,20 @@ def table(
     self: Study,
     metric: str | None = None,  # default: the primary metric of the study
     baseline: str | None = None,  # default: the first variant shown
-    statistic: str = "mean",  # or "iqm"
-    level: float = 0.95,
+    level: float = 0.95,  # of each value, and of all differences together
+    margin: float | None = None,  # differences below it do not matter: the verdict may be "equal"
     variants: Sequence[str] | None = None,  # these, in this order; default: all
 ) -> Table:
     "Means with intervals, and paired differences to the baseline."
     import pandas as pd
 
+    check_number("level", level, 0, 1, above=True, below=True)
+    margin = None if margin is None else check_number("margin", margin, 0, above=True)
     names = self._selection(variants)
     baseline = one_of("baseline", names[0] if baseline is None else baseline, names)
-    table = Table(self, metric or self.spec["metric"], baseline, statistic, level)
+    table = Table(self, metric or self.spec["metric"], baseline, level, margin)
     scores = {k: v for k, v in self.scores(table.metric).items() if k in names}
     table.frame = pd.DataFrame([_row(table, name, scores) for name in names])
-    table.frame["p"] = holm(table.frame["p"])
     table.notes = _notes(table, scores)
     return table
 
