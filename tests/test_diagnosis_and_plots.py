@@ -1,19 +1,25 @@
 """What diagnosis says of healthy and sick runs, what plots draw, and what a live plot does when it fails."""
 
+import contextlib
 import time
 import warnings
 
 import matplotlib
+import nbformat
 import numpy as np
 import pandas as pd
 import pytest
+from nbclient import NotebookClient
 
+from grpo_nb.config import build_config
 from grpo_nb.lab import plots
 from grpo_nb.lab.diagnosis import Thresholds, diagnose
 from grpo_nb.lab.frames import need
 from grpo_nb.lab.plots import LivePlot
+from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.lab.record import Run
 from grpo_nb.metrics import Counters
+from grpo_nb.trainer import GRPO
 
 # --------------------------------------------------------------------------------------- diagnosis
 
@@ -38,7 +44,7 @@ def healthy(n=200, seed=0):
             "adv/share/acc": 0.55 + rng.normal(0, 0.02, n),
             "adv/share/format": 0.45 + rng.normal(0, 0.02, n),
             "grad_norm": 0.5 + rng.normal(0, 0.05, n),
-            "eval_reward": np.where(t % 10 == 0, reward - 0.02, np.nan),
+            "eval_sampled": np.where(t % 10 == 0, reward - 0.02, np.nan),
         }
     )
 
@@ -52,8 +58,8 @@ SICK = {
     "D6": {"completions/clipped_ratio": 0.3},
     "D7": {"adv/share/acc": 0.8, "adv/share/format": 0.2},
     "D8": dict(grad_norm=lambda f: f.grad_norm.where(f.step != 77, 50.0)),
-    "D9": dict(eval_reward=lambda f: f.eval_reward - 0.3),
-    "D10": dict(reward=lambda f: 0.3 + (f.step % 2) * 0.01, eval_reward=0.3),
+    "D9": dict(eval_sampled=lambda f: f.eval_sampled - 0.3),
+    "D10": dict(reward=lambda f: 0.3 + (f.step % 2) * 0.01, eval_sampled=0.3),
 }
 
 
@@ -134,9 +140,14 @@ def test_plots_of_a_run_read_its_files(tmp_path):
             ]
             run.log_samples(step, samples)
     assert plots.plot_pass_rates(run).axes[0].images[0].get_array().tolist() == [[1, 1], [0, 0]]
-    assert len(plots.plot_advantages_hist(run).axes[0].patches) == 1
-    line = plots.plot_runs({"r": run, "dir": tmp_path / "r"}, x="tokens_generated").axes[0].lines[0]
-    assert line.get_xdata().tolist() == [100, 200] and line.get_ydata().tolist() == [0.5, 1.0]
+    for runs in (
+        {"r": run, "dir": tmp_path / "r"},
+        [run, tmp_path / "r"],
+        run,
+        str(tmp_path / "r"),
+    ):
+        line = plots.plot_runs(runs, x="tokens_generated").axes[0].lines[0]
+        assert line.get_xdata().tolist() == [100, 200] and line.get_ydata().tolist() == [0.5, 1.0]
 
 
 def test_a_notebook_can_add_a_panel():
@@ -180,3 +191,63 @@ def test_figures_leave_the_users_settings_alone(tmp_path):
     before = dict(matplotlib.rcParams)
     plots.plot_run(healthy(20)).savefig(tmp_path / "x.png")
     assert dict(matplotlib.rcParams) == before and not matplotlib.pyplot.get_fignums()
+
+
+@pytest.mark.parametrize("name", ["eval_sampled", "eval_greedy", "eval_reward"])
+def test_the_held_out_score_has_one_name_for_panel_and_rule(name):
+    frame = healthy().rename(columns={"eval_sampled": name})
+    assert "held out" in plots.PANELS["reward"](frame).lines
+    assert diagnose(frame).verdict[8] == "OK"
+    assert diagnose(frame.assign(**{name: frame[name] - 0.5})).verdict[8] == "CRITICAL"
+
+
+def test_a_run_of_ones_own_has_a_held_out_line(tmp_path):
+    base = {
+        "train_batch_size": 2,
+        "num_generations": 2,
+        "steps": 2,
+        "policy": {"max_new_tokens": 4},
+    }
+    base |= {"eval": {"every": 1, "limit": 2, "samples": 2}, "run": {"dir": str(tmp_path / "r")}}
+    with contextlib.closing(GRPO.from_config(build_config(GRPOConfig, base))) as trainer:
+        trainer.fit()
+    run = Run.open(tmp_path / "r")
+    assert len(plots.PANELS["reward"](run.frame()).lines["held out"]) == 2
+    assert diagnose(run).verdict[8] != "SKIPPED"
+
+
+ODD = [r"$\frac$", "$", "_mine", "<b>&", "a_b^{", "\\", "$x$ and $y", "ü ß 中", ""]
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_names_are_drawn_as_they_are(tmp_path):
+    frame = healthy(40).assign(**{f"rewards/{k}/mean": 0.5 for k in ODD if k})
+    frame = frame.assign(**{f"adv/share/{k}": 0.5 for k in ODD if k})
+    fig = plots.plot_run(frame, ["reward", "adv_share"])
+    fig.savefig(tmp_path / "x.png")
+    shown = [t.get_text().strip() for t in fig.axes[0].get_legend().get_texts()]
+    assert {k.replace("$", r"\$") for k in ODD if k} <= set(shown)
+    plots.plot_runs(dict.fromkeys(ODD, frame), y=r"rewards/$\frac$/mean").savefig(
+        tmp_path / "x.png"
+    )
+
+
+CELLS = [
+    "from grpo_nb.lab.record import Run\nimport grpo_nb.lab.plots\nimport tempfile, sys\n"
+    "run = Run.create(tempfile.mkdtemp() + '/r')\nrun.log(1, {'reward': 1.0})\nrun.plot();",
+    "assert 'matplotlib.pyplot' not in sys.modules\nrun.plot()",
+    "import matplotlib.pyplot as plt\nplt.plot([1, 2]);",
+    "run.plot();",
+    "run.plot()",
+    "fig = run.plot()\nfig",
+    "plt.plot([2, 1])",
+    "1 + 1",
+]
+
+
+def test_a_notebook_shows_every_picture_once(tmp_path):
+    cells = [nbformat.v4.new_code_cell(c) for c in CELLS]
+    nb = NotebookClient(nbformat.v4.new_notebook(cells=cells), kernel_name="python3").execute()
+    pictures = ["image/png" in o.get("data", ()) for c in nb.cells for o in c.outputs]
+    by_cell = [sum("image/png" in o.get("data", ()) for o in c.outputs) for c in nb.cells]
+    assert by_cell == [1] * 7 + [0] and sum(pictures) == 7

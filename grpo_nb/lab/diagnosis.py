@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from .frames import KL_OLD, MissingMetric, column, need
+from .frames import HELD_OUT, KL_OLD, MissingMetric, column, need
 from .record import Run, frame_of
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #23d76dc0
@@ -328,7 +328,7 @@ def _gradient(frame, t: Thresholds) -> _Finding:
 # %% ../../nbs/lab/02_diagnosis.ipynb #e74e2751
 @_rule("D9 reward hacking")
 def _reward_hacking(frame, t: Thresholds) -> _Finding:
-    reward, held = need(frame, "reward"), need(frame, "eval_reward")
+    reward, held = need(frame, "reward"), need(frame, *HELD_OUT)
     at = np.flatnonzero(np.isfinite(held))[-3:]
     trained = [_recent(reward[: i + 1], t.window) for i in at]
     gap = float(np.mean(trained - held[at]))

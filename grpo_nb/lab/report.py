@@ -21,7 +21,7 @@ from ..config import check_number, one_of
 from ..files import plain, write_atomic
 from .budgets import to_budget
 from .paired_statistics import detectable, improvement, joint_level, verdict
-from .plots import COLORS, make_figure
+from .plots import COLORS, label_of, make_figure, show_in_cell
 from .study import MEAN, Study, check_metric, final_score, held_out, is_lower
 from ..statistics import t_interval
 
@@ -257,16 +257,18 @@ def plot(
     curves = self.curves()
     for name in (column, metric):
         one_of("column", name, curves)
-    fig, (ax,) = make_figure(width=9, row_height=3.4) if ax is None else (ax.figure, (ax,))
+    if ax is None:
+        _, (ax,) = make_figure(row_height=3.4)
+        show_in_cell(ax.figure)
     for i, name in enumerate(self._selection(variants)):
         seeds = curves[curves["variant"] == name].groupby("seed")
         parts = [p[[column, metric]].astype(float).dropna() for _, p in seeds]
         runs = [(p[column].to_numpy(), p[metric].to_numpy()) for p in parts if len(p)]
         if runs:
             _draw_runs(ax, runs, name, COLORS[i % len(COLORS)])
-    ax.set(xlabel=label, ylabel=metric.replace("_", " "))
+    ax.set(xlabel=label_of(label), ylabel=label_of(metric.replace("_", " ")))
     ax.legend(loc="best")
-    return fig
+    return ax.figure
 
 # %% ../../nbs/lab/05_report.ipynb #4617266f
 def _draw_runs(ax, runs, name: str, color: str):
@@ -278,7 +280,7 @@ def _draw_runs(ax, runs, name: str, color: str):
         ax.plot(x[-1:], y[-1:], ".", color=color, ms=4)
     at, y = common_curve(runs)
     bands = np.array([t_interval(v) for v in y.T])
-    ax.plot(at, bands[:, 0], color=color, label=f"{name} ({len(runs)} seeds)")
+    ax.plot(at, bands[:, 0], color=color, label=label_of(f"{name} ({len(runs)} seeds)"))
     if len(runs) > 1:
         ax.fill_between(at, bands[:, 1], bands[:, 2], color=color, alpha=0.15, lw=0)
 
@@ -350,7 +352,8 @@ def _pictures(study: Study, variants: Sequence[str] | None) -> list[str]:
         # between a start and an end lies no course in time, and every run ends at another time
         if len(points) and points.max() >= (3 if x == "seconds" else 1):
             about = f"{name} along {_AXES[x][1]}: mean and 95 % interval over seeds"
-            out.append(_image(study.plot(x, name, variants), about))
+            _, (ax,) = make_figure(row_height=3.4)
+            out.append(_image(study.plot(x, name, variants, ax), about))
     return out
 
 # %% ../../nbs/lab/05_report.ipynb #c64738f4
