@@ -41,6 +41,7 @@ from .lab.recipe import GRPOConfig, load_config, open_stream
 from .lab.record import Run
 from .lab.session import check_resume
 from .lab.study import Study
+from .lab.what_if import what_if
 
 # %% ../nbs/07_all.ipynb #adbd87e9
 __all__ = [name for name in globals() if not name.startswith("_")]  # noqa: PLE0605
