@@ -26,6 +26,7 @@ from grpo_nb.config import (
     build_config,
     config_tree,
     configuration,
+    describe,
     number_in,
     override,
     unknown_name,
@@ -96,6 +97,33 @@ class GRPOConfig(TrainerConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
+_ELSEWHERE = """
+    beta=update.loss.kl_coef kl_loss_coef=update.loss.kl_coef epsilon=update.loss.clip.low clip_ratio=update.loss.clip.low
+    epsilon_high=update.loss.clip.high num_iterations=update.num_epochs ppo_epochs=update.num_epochs
+    learning_rate=optimizer.lr lr_scheduler_type=optimizer.schedule warmup_steps=optimizer.warmup max_steps=steps
+    total_training_steps=steps num_train_epochs=tasks.epochs total_epochs=tasks.epochs rollout_n=num_generations
+    per_device_train_batch_size=train_batch_size max_completion_length=policy.max_new_tokens
+    max_response_length=policy.max_new_tokens adv_estimator=advantage.mode scale_rewards=advantage.mode
+    reward_weights=advantage.weights loss_type=update.loss.aggregation loss_agg_mode=update.loss.aggregation
+    output_dir=run.dir report_to=run.wandb save_steps=checkpoint.every eval_steps=eval.every
+"""  # words of TRL and verl
+
+
+def _say_our_words(section: type, ours: dict[str, str]) -> None:
+    "Let a configuration answer another library's word, or a key at the wrong place, with our key."
+    section.elsewhere = ours
+    for f in fields(section):
+        if is_dataclass(f.default_factory):
+            _say_our_words(f.default_factory, ours)
+
+
+_keys = [r["key"] for r in describe(GRPOConfig)]
+_words = {
+    k.rpartition(".")[2]: k for k in _keys if k.rpartition(".")[2] not in ("every", "options")
+}
+_say_our_words(GRPOConfig, _words | dict(w.split("=") for w in _ELSEWHERE.split()))
+
+
 def _use_threads(trainer: GRPO) -> None:
     "Set the torch threads that a configuration asks for."
     if getattr(trainer.config, "threads", None):
@@ -116,9 +144,10 @@ def load_config(
     recipe: str | Path | None = None,  # YAML file; None: the defaults
     overrides: Sequence[str] = (),  # "key.sub=value"
     cls: type = GRPOConfig,
+    resolvers: bool = False,  # let the file ask for things outside it, such as ${oc.env:HOME}
 ):
     "Configuration from a recipe and overrides."
-    tree = read_tree(recipe, overrides)
+    tree = read_tree(recipe, overrides, resolvers)
     tree.pop("compare", None)  # the block of `grpo-nb compare`
     return build_config(cls, _with_verl_block(_with_trinity_blocks(tree)))
 
@@ -126,6 +155,7 @@ def load_config(
 def read_tree(
     recipe: str | Path | None,  # YAML file, or a stream
     overrides: Sequence[str] = (),  # "key.sub=value"
+    resolvers: bool = False,  # let the file ask for things outside it, such as ${oc.env:HOME}
 ) -> dict[str, Any]:
     "The plain tree of a recipe with its overrides."
     from omegaconf import OmegaConf
@@ -143,14 +173,40 @@ def read_tree(
             raise ValueError(f"{recipe} must be a mapping of keys to values, not a list.")
         if named and not set(tree) - {"compare"}:
             raise ValueError(_empty_recipe(recipe, "compare" in tree))
+        if not resolvers:
+            _refuse_resolvers(OmegaConf.to_container(tree), str(recipe))
         tree = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))
         return OmegaConf.to_container(tree, resolve=True) or {}
     except FileNotFoundError:
-        raise ValueError(f"No recipe at {recipe}.") from None
+        shipped = ", ".join(
+            f"data:recipes/{p.name}" for p in sorted(data_path("recipes").glob("*"))
+        )
+        raise ValueError(
+            f"No recipe at {recipe}, seen from {Path.cwd()}. Shipped: {shipped}."
+        ) from None
     except IsADirectoryError:
         raise ValueError(f"{recipe} is a folder: give the recipe file in it.") from None
     except (OmegaConfBaseException, UnicodeError, OSError, TypeError, YAMLError) as e:
         raise ValueError(f"{recipe or 'overrides'} cannot be read: {e}") from None
+
+# %% ../../nbs/lab/03_recipe.ipynb #12b3559e
+def _refuse_resolvers(tree: Any, recipe: str, key: str = "") -> None:
+    "Error for a value that asks for something outside the file."
+    if isinstance(tree, (Mapping, list)):
+        for k, v in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            _refuse_resolvers(v, recipe, f"{key}.{k}".lstrip("."))
+    elif isinstance(tree, str) and "${" in tree:
+        from omegaconf.grammar.gen.OmegaConfGrammarParser import OmegaConfGrammarParser
+        from omegaconf.grammar_parser import parse
+
+        nodes = [parse(tree)]
+        for node in nodes:
+            if isinstance(node, OmegaConfGrammarParser.InterpolationResolverContext):
+                raise ValueError(
+                    f"{recipe}: {key}={tree!r} asks for something outside the recipe. If you trust it, give that key on the "
+                    "command line, or load_config(recipe, resolvers=True)."
+                )
+            nodes += node.getChildren() if hasattr(node, "getChildren") else ()
 
 # %% ../../nbs/lab/03_recipe.ipynb #05f6ee35
 def _empty_recipe(
@@ -242,8 +298,10 @@ def open_stream(
 ):  # a Taskset, or a TasksetScheduler if selectors or several tasksets are named
     "The training tasks of a configuration."
     t = config.tasks
-    if t.tasksets is None and t.train is None:
-        raise ValueError("No training tasks: name a file in tasks.train, or tasks.tasksets.")
+    if not t.tasksets and (t.train is None or t.tasksets is not None):
+        raise ValueError(
+            "No training tasks: name a file in tasks.train, or some in tasks.tasksets."
+        )
     if t.tasksets is None and t.selector is None and t.epochs is None:
         return Taskset.load(locate(t.train), prompt=t.prompt)
     one = [{"name": Path(t.train or "").stem, "path": t.train, "selector": t.selector or "shuffle"}]
