@@ -18,7 +18,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .config import check_number, one_of
+from .config import check_number, one_of, unknown_name
 from .core import Registry, Rollout, group_stats
 from .selectors import BaseSelector, TaskSelectorConfig, check_chosen, make_selector
 from .shares import make_shares, mean_abs_advantage
@@ -325,8 +325,13 @@ SELECTOR_KEYS = ("selector", "task_selector", "data_selector")
 # %% ../nbs/method/03_scheduler.ipynb #b9cd3efd
 def tasks_from_trinity(config: Mapping) -> dict[str, Any]:
     "Arguments of `TasksetScheduler.from_config` from the blocks of Trinity-RFT's YAML."
+    _check_entry("", config, "buffer data_processor")
     buffer = config["buffer"]
+    _check_entry(
+        "buffer.", buffer, "batch_size total_epochs total_steps explorer_input", "trainer_input"
+    )
     source = buffer.get("explorer_input") or {}
+    _check_entry("buffer.explorer_input: ", source, "taskset tasksets")
     entries = source.get("tasksets") or ([source["taskset"]] if source.get("taskset") else [])
     if not entries:
         raise ValueError("The recipe has no buffer.explorer_input.tasksets.")
@@ -365,9 +370,14 @@ class _FeaturedTasks:
 def open_entry(
     entry: Mapping,  # name, path and how to read it; maybe features, the path of more columns
 ) -> Any:  # a Taskset
-    "The data of a taskset entry; fields that say nothing about reading are left alone."
+    "The data of a taskset entry; further keys are settings of a gym's generator, else refused."
     form = entry.get("format") or {}
-    options = {k: entry[k] for k in ("id", "prompt", "rename", "size", "seed") if k in entry}
+    where = f"taskset {entry.get('name', entry.get('path'))!r}: "
+    _check_entry(f"{where}format: ", form, "prompt_key response_key")
+    if not str(entry.get("path")).startswith("gym:"):
+        _check_entry(where, entry, "name path format features id prompt rename selector", _IDLE)
+    idle = ("name", "path", "format", "features", *_IDLE.split())
+    options = {k: v for k, v in entry.items() if k not in idle}
     options.setdefault("id", entry.get("name"))
     if "prompt_key" in form:
         options.setdefault("prompt", form["prompt_key"])
@@ -378,6 +388,20 @@ def open_entry(
         return tasks
     prompt = {"prompt": options["prompt"]} if "prompt" in options else {}
     return _FeaturedTasks(tasks, Taskset.load(_locate(entry["features"]), **prompt))
+
+
+_IDLE = "storage_type enable_progress_bar default_workflow_type default_reward_fn_type workflow_args reward_fn_args"
+
+
+def _check_entry(where: str, block: Mapping, known: str, idle: str = "") -> None:
+    "Refuse keys that would be ignored; those that only Trinity-RFT needs are told."
+    for key in block:
+        if key not in [*known.split(), *idle.split()]:
+            raise ValueError(where + unknown_name("key", key, known.split()))
+    if told := [k for k in block if k in idle.split() and block[k] not in (None, "", "file", {})]:
+        warnings.warn(
+            f"{where}{', '.join(told)} has no effect here (see policy and rewards).", stacklevel=3
+        )
 
 
 def _locate(path: Any) -> Any:

@@ -178,11 +178,8 @@ def read_tree(
         tree = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))
         return OmegaConf.to_container(tree, resolve=True) or {}
     except FileNotFoundError:
-        shipped = ", ".join(
-            f"data:recipes/{p.name}" for p in sorted(data_path("recipes").glob("*"))
-        )
         raise ValueError(
-            f"No recipe at {recipe}, seen from {Path.cwd()}. Shipped: {shipped}."
+            f"No recipe at {recipe}. Shipped ones begin with data:, such as data:recipes/quickstart.yaml."
         ) from None
     except IsADirectoryError:
         raise ValueError(f"{recipe} is a folder: give the recipe file in it.") from None
@@ -233,7 +230,37 @@ def _with_trinity_blocks(tree: dict) -> dict:
     for k, ours in (("batch_size", "train_batch_size"), ("total_steps", "steps")):
         if k in found:
             tree.setdefault(ours, found[k])
+    tree["tasks"]["tasksets"] = [_with_run_settings(e, tree) for e in tree["tasks"]["tasksets"]]
     return tree
+
+
+_OF_THE_RUN = {
+    "rollout_args.temperature": "policy.temperature",
+    "rollout_args.top_p": "policy.top_p",
+    "rollout_args.top_k": "policy.top_k",
+    "rollout_args.n": "num_generations",
+    "repeat_times": "num_generations",
+    "format.system_prompt": "policy.system_prompt",
+}
+
+
+def _with_run_settings(entry: Mapping, tree: dict) -> dict:
+    "A taskset entry of Trinity-RFT without what a run has once, which goes to the tree."
+    entry = {k: dict(v) if isinstance(v, Mapping) else v for k, v in entry.items()}
+    for key, ours in _OF_THE_RUN.items():
+        block, _, name = key.rpartition(".")
+        holder = entry.get(block) or {} if block else entry
+        if name not in holder:
+            continue
+        section, _, field_name = ours.rpartition(".")
+        into = tree.setdefault(section, {}) if section else tree
+        if into.setdefault(field_name, holder[name]) != holder.pop(name):
+            raise ValueError(
+                f"{ours} is one for the whole run, but tasksets and recipe give several."
+            )
+    if not entry.get("rollout_args", True):
+        del entry["rollout_args"]
+    return entry
 
 # %% ../../nbs/lab/03_recipe.ipynb #1a7f60da
 def _with_verl_block(tree: dict) -> dict:
@@ -298,6 +325,8 @@ def open_stream(
 ):  # a Taskset, or a TasksetScheduler if selectors or several tasksets are named
     "The training tasks of a configuration."
     t = config.tasks
+    if not t.tasksets and t.shares != "size":
+        raise ValueError("tasks.shares mixes several tasksets, and tasks.tasksets names none.")
     if not t.tasksets and (t.train is None or t.tasksets is not None):
         raise ValueError(
             "No training tasks: name a file in tasks.train, or some in tasks.tasksets."
