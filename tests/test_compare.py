@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,9 +21,10 @@ from hypothesis import strategies as st
 from grpo_nb.cli import main
 from grpo_nb.files import Lock, RunLocked
 from grpo_nb.lab.budgets import Samples, Seconds, Steps, Tokens
-from grpo_nb.lab.compare import compare
+from grpo_nb.lab.compare import FailedVariant, compare
 from grpo_nb.lab.paired_statistics import improvement, verdict
 from grpo_nb.lab.recipe import load_config
+from grpo_nb.lab.record import Run
 from grpo_nb.lab.report import common_curve
 from grpo_nb.lab.runs import run_job
 from grpo_nb.lab.spec import Spec, plan_runs
@@ -101,9 +103,8 @@ def test_a_budget_needs_its_counter(tmp_path):
             return {"reward": 1.0}
 
     make = lambda config: Bare(config.seed)
-    with pytest.warns(UserWarning, match="Every run failed"):
-        study = compare({"a": {}}, make=make, seeds=[0], budget=Samples(9), dir=tmp_path)
-    assert "needs n_rollouts_generated in every row" in study.runs[0]["error"]
+    with pytest.raises(FailedVariant, match="needs n_rollouts_generated in every row"):
+        compare({"a": {}}, make=make, seeds=[0], budget=Samples(9), dir=tmp_path)
     for wrong in (0, -1, True, "many"):
         with pytest.raises(ValueError, match="Samples must be > 0"):
             Samples(wrong)
@@ -343,7 +344,8 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_trained(tmp_p
     assert COUNTS["made"] == 0
 
 
-def test_an_unknown_metric_ends_the_study_after_one_step(tmp_path):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_unknown_metric_ends_the_study_before_anything_is_trained(tmp_path, workers):
     log = tmp_path / "log"  # a run sees copies of what a function has captured
 
     class Counted(Fake):
@@ -351,22 +353,28 @@ def test_an_unknown_metric_ends_the_study_after_one_step(tmp_path):
             log.write_text(log.read_text() + "step\n")
             return super().step(n)
 
-    kw = {"seeds": range(3), "budget": Steps(9), "dir": tmp_path / "d"}
-    for wrong in ("eval_samplde", "mean_eval_samplde"):
+    kw = {"seeds": range(3), "budget": Steps(9), "dir": tmp_path / "d", "workers": workers}
+    kw |= {"make": lambda config: Counted(config.seed), "variants": {"a": {}, "b": {}}}
+    asked = ({"metric": "eval_samplde"}, {"metric": "mean_eval_samplde", "eval_every": Steps(2)})
+    for wrong in (*asked, {"lower_is_better": ["eval_samplde"]}):
         log.write_text("")
         with pytest.raises(ValueError, match="Unknown metric '.*samplde'. Did you mean 'eval_samp"):
-            make = lambda config: Counted(config.seed)
-            contest({"a": {}, "b": {}}, make=make, metric=wrong, eval_every=Steps(2), **kw)
-        assert log.read_text() == "step\n"
-    with pytest.raises(ValueError, match="Did you mean 'eval_sampled'"):
-        contest(metric="eval_samplde", workers=2, **kw)
-    with ThreadPoolExecutor(2) as pool, pytest.raises(ValueError, match="Unknown metric"):
-        contest(metric="eval_samplde", executor=pool, **kw)
+            contest(**kw, **wrong)
+        assert log.read_text() == ""
+    with pytest.raises(ValueError, match="Unknown metric 'rewadr'"):  # known after a step only
+        contest(**kw, metric="rewadr")
     assert not list((tmp_path / "d").glob("*/result.json"))  # nothing counts as a run
     study = contest(metric="reward", **kw)  # what every step logs is fine
     assert study.table().metric == "reward"
     with pytest.raises(ValueError, match="Unknown metric 'rewards'"):  # finished runs tell it, too
         contest(metric="rewards", **kw)
+
+
+def test_a_real_run_with_an_unknown_metric_makes_no_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(GRPO, "step", lambda *a, **kw: pytest.fail("a step was made"))
+    for wrong in ("eval_samplde", "entropie", "completions/mean"):
+        with pytest.raises(ValueError, match=f"Unknown metric '{wrong}'"):
+            compare({"a": {}}, BASE, seeds=1, budget=Steps(1), metric=wrong, dir=tmp_path)
 
 
 def test_names_to_keep_are_those_of_some_run(tmp_path):
@@ -395,9 +403,8 @@ def test_a_make_that_ignores_its_configuration_is_found_out(tmp_path):
         (lambda config: None, "make must return a trainer, got NoneType"),
     ):
         arms, how = {"a": {"optimizer.lr": 1e-2}}, {"seeds": 1, "budget": Steps(1), "make": make}
-        with pytest.warns(UserWarning, match=match):
-            study = compare(arms, recipe, dir=tmp_path / match[-4:], **how)
-        assert [r["status"] for r in study.runs] == ["failed"]
+        with pytest.raises(FailedVariant, match=match):
+            compare(arms, recipe, dir=tmp_path / match[-4:], **how)
 
 
 def test_a_recipe_is_checked_before_its_budget_is_fitted(tmp_path, capsys):
@@ -524,10 +531,20 @@ def test_curves_are_never_extrapolated(xs):
 # tables and pages
 
 
-def test_exports_escape_what_their_format_would_read(tmp_path):
-    arms = {"a_b & 50% <i>|": ARMS["slow"], "K=4 #2": ARMS["fast"]}
-    page = contest(arms, seeds=range(5), budget=Steps(3), dir=tmp_path / "d").table()._repr_html_()
-    assert "<i>" not in page and "font-weight: bold" in page
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_reports_escape_what_they_draw(tmp_path):
+    odd = [r"$\frac$", "$", "_mine", "<i>&|", "{{ 3 }}", "a_b^{", "\\", "ü 中", "50% #2"]
+    arms = {k: {"make.rate": 0.05 * i} for i, k in enumerate(odd, 1)}
+    study = contest(arms, seeds=range(5), budget=Steps(3), eval_every=Steps(1), dir=tmp_path / "d")
+    assert (
+        "<i>" not in study.table()._repr_html_()
+        and "font-weight: bold" in study.table()._repr_html_()
+    )
+    for title in (3, r"$\frac$", "<i>{{ 3 }}", None):
+        page = study.report(tmp_path / "r.html", title).read_text()
+        assert "<i>" not in page and "{{ 3 }}" in page and r"$\frac$" in page
+    shown = [t.get_text() for t in study.plot().axes[0].get_legend().get_texts()]
+    assert len(shown) == len(odd)
 
 
 def test_the_report_stands_alone(tmp_path):
@@ -626,13 +643,20 @@ def test_a_table_of_some_variants(tmp_path):
         study.table(variants=["fast", "even"], baseline="slow")
 
 
-def test_a_study_without_curves_still_reports(tmp_path):
-    broken = {"a": {"make.crash_at": 1}, "b": {"make.crash_at": 1, "make.rate": 0.2}}
-    with pytest.warns(UserWarning, match="(?s)Every run failed; the first one: .*is <not> finite"):
-        study = contest(broken, seeds=2, budget=Steps(2), dir=tmp_path / "d")
-    assert "4 of 4 runs failed" in str(study.table())
-    assert "Failed runs" in study.report(tmp_path / "r.html").read_text()
-    assert len(study.curves()) == 0
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_variant_of_which_every_run_failed_raises_and_the_others_are_kept(tmp_path, workers):
+    arms = {"fine": {}, "broken": {"make.crash_at": 1}, "empty": {"make.ends_at": 1}}
+    kw = {"seeds": 2, "budget": Steps(2), "dir": tmp_path, "workers": workers}
+    with pytest.raises(
+        FailedVariant, match="(?s)run of 'broken' failed; .*is <not> finite.*kept in"
+    ):
+        contest(arms, store=tmp_path / "s.json", **kw)
+    assert not (tmp_path / "s.json").exists()
+    COUNTS["made"] = 0
+    del arms["broken"]
+    with pytest.raises(FailedVariant, match="(?s)run of 'empty' failed; .*Nothing was trained"):
+        contest(arms, **kw | {"workers": 1})
+    assert COUNTS["made"] == 2  # those of the first arm are kept
 
 
 # tuning
@@ -799,25 +823,56 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_no_worker_outlives_the_study(tmp_path, how):
-    script = tmp_path / "sleepers.py"
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def processes_of(mark):
+    "Living processes whose environment has the mark."
+    found = []
+    for at in Path("/proc").glob("[0-9]*"):
+        try:
+            dead = at.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            if not dead and f"MARK={mark}".encode() in at.joinpath("environ").read_bytes().split(
+                b"\0"
+            ):
+                found.append(int(at.name))
+        except OSError:
+            pass
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks into /proc")
+@pytest.mark.parametrize(
+    "how,when",
+    [(signal.SIGKILL, 0.0), (signal.SIGKILL, 0.3), (signal.SIGKILL, 1.0), (signal.SIGKILL, 2.0)]
+    + [(s, None) for s in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)],
+)  # seconds after the first worker has begun; None: in the middle of the runs
+def test_no_worker_outlives_the_study(tmp_path, how, when):
+    script, mark = tmp_path / "sleepers.py", str(tmp_path)
     script.write_text(SLEEPERS)
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MARK": mark}
     parent = subprocess.Popen([sys.executable, script, tmp_path], env=env)
-    workers = lambda: [int(p.name[4:]) for p in tmp_path.glob("pid-*")]
-    alive = lambda pid: (
-        Path(f"/proc/{pid}/stat").exists()
-        and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    )
-    wait = time.monotonic() + 60
-    while len(workers()) < 2 and time.monotonic() < wait:
-        time.sleep(0.1)
-    assert len(workers()) == 2 and all(map(alive, workers()))
+    begun = lambda: len(processes_of(mark)) >= 3  # the study, loky's tracker, a worker
+    assert wait_for(begun if when is not None else lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    time.sleep(when or 0)
     parent.send_signal(how)
     parent.wait(30)
-    wait = time.monotonic() + 15
-    while any(map(alive, workers())) and time.monotonic() < wait:
-        time.sleep(0.1)
-    assert not any(map(alive, workers()))
+    assert wait_for(lambda: not processes_of(mark), 15)
     assert not list(tmp_path.glob("d/*/result.json"))  # being ended is no result
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_that_somebody_else_writes_a_run_is_no_result(tmp_path, workers):
+    kw = {"variants": {"a": {}}, "base": BASE, "seeds": 2, "budget": Steps(1)}
+    kw |= {"dir": tmp_path / "d", "store": tmp_path / "s.json", "workers": workers}
+    spec = Spec({"a": {}}, BASE, 2, Steps(1), dir=tmp_path / "d")
+    taken = plan_runs(spec, {"a": {}})[1].dir / "run"
+    with Run.create(taken), pytest.raises(RunLocked, match="is being written by"):
+        compare(**kw)
+    assert not (tmp_path / "s.json").exists() and not (taken.parent / "result.json").exists()
+    shutil.rmtree(taken)
+    assert [r["status"] for r in compare(**kw).runs] == ["done", "done"]

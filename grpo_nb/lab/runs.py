@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,12 +29,13 @@ from fastcore.basics import patch
 
 from ..config import config_tree, override
 from ..core import Registry
-from ..files import Appender, hide_secrets, read_jsonl, write_atomic
+from ..files import Appender, RunLocked, hide_secrets, read_jsonl, write_atomic
 from .budgets import Budget, Samples, Seconds, Steps
 from .frames import finite, flat_keys
 from .recipe import GRPOConfig
 from ..metrics import COUNTERS
-from .study import check_metric
+from .log_importers import OURS
+from .study import MEAN, check_metric
 from ..rewards import REWARDS
 from ..trainer import GRPO
 
@@ -44,7 +45,15 @@ class _BudgetSpent(Exception):
 
 
 class _UnknownMetric(ValueError):
-    "Ends a study whose primary metric no run has."
+    "Ends a study that asks for a metric which no run has."
+
+
+def _check_metrics(metrics: Iterable[str], names: Iterable[str]) -> None:
+    try:
+        for metric in metrics:
+            check_metric(metric, names)
+    except ValueError as e:
+        raise _UnknownMetric(e) from None
 
 # %% ../../nbs/lab/06_runs.ipynb #a67ec7dd
 def _numbers(row: Mapping) -> dict[str, float]:
@@ -63,10 +72,10 @@ class _Record:
         evaluate: Callable[[], dict],  # held-out scores now
         budget: Budget,
         every: Budget | None = None,  # evaluate along the way
-        metric: str | None = None,  # has to be there after the first step
+        metrics: Sequence[str] = (),  # have to be there after the first step
         dir: Path | None = None,  # where evaluations along the way survive an interruption
     ):
-        self.evaluate, self.budget, self.every, self.metric = evaluate, budget, every, metric
+        self.evaluate, self.budget, self.every, self.metrics = evaluate, budget, every, metrics
         self.scores = None if dir is None else Path(dir) / "scores.jsonl"
         # in a pool of threads the time of the process belongs to all runs together
         alone = threading.current_thread() is threading.main_thread()
@@ -77,11 +86,8 @@ class _Record:
         self.cpu_seconds += self.clock() - self.since
         last, row = self.rows[-1], _numbers(row) | {"step": len(self.rows)}
         self.rows.append(row)
-        if len(self.rows) == 2 and self.metric:
-            try:
-                check_metric(self.metric, self.rows[0].keys() | row.keys())
-            except ValueError as e:
-                raise _UnknownMetric(e) from None
+        if len(self.rows) == 2:
+            _check_metrics(self.metrics, self.rows[0].keys() | row.keys())
         spent, every = self.budget.spent(row) >= self.budget.n, self.every
         if spent or every and every.spent(row) // every.n > every.spent(last) // every.n:
             row |= self.judge()
@@ -128,6 +134,8 @@ def train(
             trainer.callbacks.remove(self)
         if getattr(trainer, "interrupted", None):  # by Ctrl-C, not because the tasks ended
             raise KeyboardInterrupt
+    if len(self.rows) == 1:
+        raise ValueError(f"Nothing was trained: {getattr(trainer, 'stop', None) or 'no step'}")
     self.rows[-1] |= self.evaluate()
     return ended
 
@@ -164,8 +172,8 @@ def base_changes(base: GRPOConfig) -> dict[str, Any]:
 
 # %% ../../nbs/lab/06_runs.ipynb #7c8b231b
 def registered() -> dict[tuple[str, str], dict[str, Any]]:
-    "What the running notebook or script has registered itself, by module and registry."
-    own = lambda component: getattr(component, "__module__", None) == "__main__"
+    "What the running notebook or script has registered, itself or by an import, by module and registry."
+    own = lambda part: not str(getattr(part, "__module__", "grpo_nb.")).startswith("grpo_nb.")
     found = {}
     for module in [m for n, m in sorted(sys.modules.items()) if n.startswith("grpo_nb.")]:
         for name, registry in vars(module).items():
@@ -186,7 +194,7 @@ class Job:
     base: GRPOConfig
     budget: Budget
     eval_every: Budget | None
-    metric: str
+    metrics: tuple[str, ...]  # that the study asks for, the primary one first
     threads: int
     folder: str | None  # of the study
     sources: dict[str, str]  # text of the functions, by name
@@ -304,11 +312,14 @@ def _train_run(job: Job) -> dict:
     trainer, evaluate = _build_run(job)
     with contextlib.closing(trainer) if hasattr(trainer, "close") else contextlib.nullcontext():
         start, dir = _start_scores(job, evaluate), None
+        ours = lambda m: "make" in job.sources or OURS.fullmatch(m)
+        known = [m for m in job.metrics if not m.startswith(("eval_", MEAN)) and ours(m)]
+        _check_metrics(set(job.metrics) - set(known), start)  # those wait for the first step
         if job.folder and hasattr(trainer, "open_run"):
             trainer.open_run()  # loads what an earlier attempt has saved
             dir = job.dir
         whole = not trainer.history  # else an earlier attempt has done a part
-        record = _Record(evaluate, job.budget, job.eval_every, job.metric, dir)
+        record = _Record(evaluate, job.budget, job.eval_every, job.metrics, dir)
         ended = record.train(trainer, start)
     names = dict.fromkeys(k for r in record.rows for k in r)
     curve = {k: [r.get(k) for r in record.rows] for k in names}
@@ -338,7 +349,7 @@ def run_job(job: Job) -> dict:
     torch.set_num_threads(job.threads)
     try:
         result = result_of(job, **_train_run(job))
-    except _UnknownMetric:
+    except (_UnknownMetric, RunLocked):  # of now, not of the run
         raise
     except Exception as e:
         result = result_of(job, status="failed", error=_short_trace(e))

@@ -227,7 +227,8 @@ def plan_runs(
     import cloudpickle
 
     functions = cloudpickle.dumps((spec.make, spec.evaluate, registered(), os.getpid()))
-    common = (spec.metric, spec.threads, spec.dir and str(spec.dir), spec.sources(), functions)
+    metrics = (spec.metric, *spec.lower_is_better)
+    common = (metrics, spec.threads, spec.dir and str(spec.dir), spec.sources(), functions)
     overrides = lambda name, values: plain(spec.variants[name] | dict(values))
     if chosen is None:
         along = spec.eval_every if spec.metric.startswith(MEAN) else None
