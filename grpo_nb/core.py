@@ -222,6 +222,21 @@ def seeded(seed: int, *names: str | int, device: str | torch.device = "cpu") -> 
     "A torch generator of its own for the stream called `names`."
     return torch.Generator(device=device).manual_seed(seed_of(seed, *names))
 
+# %% ../nbs/method/00_core.ipynb #dcece7cc
+def _field_of(row: Mapping, name: str) -> Any:
+    "The value of a field, or of a path into nested ones such as metadata.num_terms or levels.0; None if it is not there."
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, (list, tuple)) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return None
+    return value
+
 # %% ../nbs/method/00_core.ipynb #82487604
 @dataclass
 class Rollout:

@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from grpo_nb.rewards import (
     _shown,
     evaluate_reward,
     reward_columns,
+    task_columns,
 )
 
 # %% ../nbs/method/03_reward_runner.ipynb #08cca84e
@@ -104,6 +106,8 @@ class _RewardRecord:
         self.values = np.full(shape, np.nan)  # (N, R), or (N, R, K) once a row has come
         self.outcomes_NR, self.ms_NR = np.full(shape, "", object), np.zeros(shape)
         self.failures: list[Failure] = []
+        self.metrics: dict[str, list] = {}  # what functions gave to log_metric
+        self.extra: list[dict] = [{} for _ in range(n)]  # and to log_extra, per sample
 
 # %% ../nbs/method/03_reward_runner.ipynb #e23d49ac
 @patch
@@ -120,6 +124,12 @@ def add(
             self._widen(np.shape(value), n, r)
             self.values[n, r] = self._file(n, r, value, result)
             self.ms_NR[n, r] = result.ms
+    for name, numbers in result.logged.get("metrics", {}).items():
+        name = f"reward/{self.components[columns[0]]}/{name}"
+        self.metrics.setdefault(name, []).extend(numbers)
+    for name, values in result.logged.get("columns", {}).items():
+        for n, value in zip(rows, values):
+            self.extra[n][name] = value
 
 # %% ../nbs/method/03_reward_runner.ipynb #992fe5f6
 @patch
@@ -148,7 +158,7 @@ def _file(self: _RewardRecord, n: int, r: int, value: Any, result: CallResult) -
         return value
     if outcome not in ("none", "shape"):
         self.failures.append(Failure(name, n, outcome, message))
-    where = f"Reward {name!r}, sample {n}: {outcome}: {message}."
+    where = f"Reward {name!r}, sample {n}: {message}."
     policy = "shape" if outcome == "shape" else _failure_policy(self.config, outcome, name)
     if policy in ("shape", "raise"):
         hint = "" if policy == "shape" else f" Use on_{outcome}='skip' (NaN) or a number to go on."
@@ -179,7 +189,8 @@ def _stop_if_most_fail(self: _RewardRecord, name: str, error: BaseException | No
 def _outcome_metrics(self: _RewardRecord) -> dict[str, float]:
     "How often each outcome occurred, by component, and its milliseconds per sample."
     gaps = np.isnan(self.values).all(tuple(range(1, self.values.ndim)))
-    out = {"reward/n_no_component": int(gaps.sum())}
+    out = {name: float(np.mean(x)) for name, x in self.metrics.items()}
+    out["reward/n_no_component"] = int(gaps.sum())
     for r, name in enumerate(self.components):
         seen = Counter(self.outcomes_NR[:, r])
         ms = self.ms_NR[:, r] if len(gaps) else np.array([np.nan])
@@ -195,7 +206,9 @@ class RewardRunner:
 
     def __init__(
         self,
-        functions: Mapping[str, Callable] | Sequence[Callable],  # by name, or named by themselves
+        functions: Callable
+        | Sequence[Callable]
+        | Mapping[str, Callable],  # one, several, or by name
         config: RewardConfig | None = None,  # how they are run
         **options,  # fields of RewardConfig, which win over `config`
     ):
@@ -209,6 +222,13 @@ class RewardRunner:
         self.columns = [[next(places) for _ in s.labels()] for s in self.specs]
         self.pooled = [i for i, s in enumerate(self.specs) if s.own_process or self.config.workers]
         self.batches = 0
+        self.trainer_state = {
+            "global_step": 0,
+            "max_steps": 0,
+            "epoch": 0.0,
+        }  # for functions that ask
+        self.task_columns: dict = {}  # that some task has
+        self.silent: set[str] = set()  # components that were None for a whole batch, told once
         self.failures: list[Failure] = []  # of the last batch
         self.last: dict[str, float] = {}
         self.lock, self.pool = threading.Lock(), None
@@ -217,20 +237,21 @@ class RewardRunner:
         return f"RewardRunner({', '.join(self.components)}; workers={self.config.workers})"
 
 # %% ../nbs/method/03_reward_runner.ipynb #1761df1b
-def _named_specs(functions: Mapping[str, Callable] | Sequence[Callable]) -> list[RewardSpec]:
+def _named_specs(functions: Any) -> list[RewardSpec]:
     "One spec per function, each with a name of its own: weights, filters and metrics speak of components by name."
+    functions = [functions] if callable(functions) else functions
     if isinstance(functions, Mapping):
         specs = [RewardSpec.of(f, name) for name, f in functions.items()]
     elif isinstance(functions, (list, tuple)):
         specs = [RewardSpec.of(f) for f in functions]
     else:
         raise ValueError(
-            f"RewardRunner needs a list of reward functions or a dict {{'name': function}}, got {_shown(functions)}."
+            f"Rewards are a function, a list of functions or a dict {{'name': function}}, got {_shown(functions)}."
         )
     labels = [label for s in specs for label in s.labels()]
-    if not labels or len(set(labels)) < len(labels) or "<lambda>" in labels:
+    if not labels or len(set(labels)) < len(labels):
         raise ValueError(
-            f"RewardRunner: each reward needs a name of its own, got {labels}. Give a dict: {{'name': function}}."
+            f"Each reward needs a name of its own, got {labels}. Give a dict: {{'name': function}}."
         )
     return specs
 
@@ -247,13 +268,31 @@ def _check_policies(self: RewardRunner) -> None:
 
 # %% ../nbs/method/03_reward_runner.ipynb #ca749696
 @patch
+def check_tasks(
+    self: RewardRunner,
+    tasks: Sequence,  # one of each set, for example
+) -> None:
+    "A ValueError if a function needs a column, or a path into one, that none of these tasks has."
+    columns = task_columns(tasks)
+    self.task_columns |= dict.fromkeys(columns)
+    of_rollout = ("completions", "completion_ids", "sample_seed", "trainer_state")
+    columns = dict.fromkeys(of_rollout, [None] * len(tasks)) | columns
+    for spec in self.specs:
+        for name, values in spec.pick(columns).items():
+            if "." in name and all(v is None for v in values):
+                raise ValueError(f"Reward {spec.name!r} needs {name!r}, which no task has.")
+
+# %% ../nbs/method/03_reward_runner.ipynb #5e6a4a4d
+@patch
 def __call__(
     self: RewardRunner,
     rollout: Rollout,  # with tasks and outputs
 ) -> Rollout:  # the same with rewards_NR, or rewards_NRK if a component returned rows
     "Score every sample with every component."
     with self.lock:
-        n, columns = len(rollout), reward_columns(rollout)
+        n = len(rollout)
+        state = {"trainer_state": [SimpleNamespace(**self.trainer_state)] * n}
+        columns = {k: [None] * n for k in self.task_columns} | state | reward_columns(rollout)
         record = _RewardRecord(self.components, n, self.config)
         self.failures = record.failures
         if n:  # an empty batch has no tasks, hence no columns to check
@@ -261,7 +300,10 @@ def __call__(
         self._count(record)
         values = torch.from_numpy(record.values).float().to(rollout.group_N.device)
         name, other = ("rewards_NR", "rewards_NRK")[:: 1 if values.ndim == 2 else -1]
-        return rollout.replace(reward_names=tuple(self.components), **{name: values, other: None})
+        named = {"reward_names": tuple(self.components), name: values, other: None}
+        if any("log_extra" in spec.logs for spec in self.specs):
+            named["info"] = rollout.info | {"logged": record.extra}
+        return rollout.replace(**named)
 
 # %% ../nbs/method/03_reward_runner.ipynb #252f108d
 @patch
@@ -294,9 +336,16 @@ def _seeds(self: RewardRunner, spec: RewardSpec, n: int) -> list[int]:
 # %% ../nbs/method/03_reward_runner.ipynb #b289ad26
 @patch
 def _count(self: RewardRunner, record: _RewardRecord) -> None:
-    "Update the metrics of this batch, and warn about failures."
+    "Update the metrics of this batch, and warn about failures and of rewards that say nothing."
     self.last, n = record._outcome_metrics(), len(record.values)
     for name in self.components:
+        if n and self.last[f"reward/{name}/n_none"] == n and name not in self.silent:
+            self.silent.add(name)
+            warnings.warn(
+                f"Reward {name!r} is None for all {n} samples of a batch: nothing is learned from it there. Does it "
+                "read the right column, and return its result?",
+                stacklevel=3,
+            )
         failed = record.failed(name)
         if len(failed) > self.config.warn_error_share * n:
             warnings.warn(

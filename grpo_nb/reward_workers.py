@@ -85,25 +85,36 @@ def _encode(result: CallResult | None) -> bytes:
     if result is None:
         return b'{"split": true}\n'
     values = None if result.values is None else result.values.tolist()
-    row = {"outcome": result.outcome, "values": values, "n": result.n}
+    row = {"outcome": result.outcome, "values": values, "n": result.n, "logged": result.logged}
     return json.dumps(row | {"message": result.message, "ms": result.ms}).encode() + b"\n"
 
 # %% ../nbs/method/02_reward_workers.ipynb #af4f302d
+def _logged_is_plain(logged: Any, n: int) -> bool:
+    "Whether a message's metrics are numbers, and its columns have a value for each of n samples."
+    metrics, columns = logged.get("metrics", {}), logged.get("columns", {})
+    fine = all(type(x) is float for row in metrics.values() for x in row)
+    fine &= all(type(v) is list and len(v) == n for v in columns.values())
+    return fine and set(logged) <= {"metrics", "columns"}
+
+# %% ../nbs/method/02_reward_workers.ipynb #b1d3c8b9
 def _decode(message: Any, components: int) -> CallResult | None:
     "The result in a message about a function with so many components; anything else is a ValueError."
     if message == {"split": True}:
         return None
     try:
         result = CallResult(**message)
-        ok, values = result.outcome == "ok", result.values
-        result.values = np.array(values) if ok else None
-        shape = result.values.shape if ok else (result.n, components, 1)
-        fine = shape[:2] == (result.n, components) and len(shape) in (2, 3) and 0 not in shape
-        fine &= result.values.dtype.kind in "if" if ok else values is None
-        fine &= ok or result.outcome in ("error", "timeout", "shape")
-        fine &= type(result.n) is int and result.n > 0 and math.isfinite(result.ms)
-        fine &= isinstance(result.message, str) and result.error is None
-    except (TypeError, ValueError, AttributeError, OverflowError):
+        fine = type(result.n) is int and result.n > 0 and result.error is None
+        fine &= result.ms >= 0 and math.isfinite(result.ms)
+        fine &= _logged_is_plain(result.logged, result.n)
+        result.message = "".join(c if c.isprintable() else " " for c in result.message[:1000])
+        if result.outcome == "ok":
+            result.values = np.array(result.values)
+            shape = result.values.shape
+            fine &= shape[:2] == (result.n, components) and len(shape) in (2, 3) and 0 not in shape
+            fine &= result.values.dtype.kind in "if"
+        else:
+            fine &= result.outcome in ("error", "timeout", "shape") and result.values is None
+    except Exception:  # whatever a crafted message does to these lines, it is no result
         fine = False
     if not fine:
         raise ValueError(f"it sent {_shown(message)}")
@@ -149,7 +160,7 @@ def _worker_main(pipe: Any, specs: list[RewardSpec], memory_mb: int | None) -> N
             tell(_encode(result))
 
 # %% ../nbs/method/02_reward_workers.ipynb #d517c2de
-_LARGEST_MESSAGE = 1 << 30  # bytes; a longer line from a worker is a fault
+_LARGEST_MESSAGE = 1 << 25  # bytes; a longer line from a worker is a fault
 _TRANSFER_RATE = 10e6  # bytes per second; what a large message adds to a deadline
 
 
@@ -393,7 +404,7 @@ def _receive(self: WorkerPool, w: _Worker, message: Any) -> None:
     "File one message of a worker; what nobody asked for is a ValueError."
     job = w.job
     if not w.ready and message != {"ready": True}:
-        why = message.get("failed") if isinstance(message, dict) else _shown(message)
+        why = str(message.get("failed") if isinstance(message, dict) else _shown(message))[-2000:]
         raise RewardError(
             "A reward worker could not load the functions. Modules that they import must be importable from "
             f"sys.path.\n{why}"

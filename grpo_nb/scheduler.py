@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .config import check_number, one_of, unknown_name
 from .core import Registry, Rollout, group_stats
+from .rewards import passing_rewards, sample_scores
 from .selectors import BaseSelector, TaskSelectorConfig, check_chosen, make_selector
 from .shares import make_shares, mean_abs_advantage
 from .tasks import Task, Taskset, data_path
@@ -31,29 +32,19 @@ EXPERIENCE_OPERATORS = Registry("experience operator")
 # %% ../nbs/method/03_scheduler.ipynb #152a3f8b
 def reward_per_sample(
     rollout: Rollout,
-    reward: str | None = None,  # a reward component or info column; None: the two lines below
-    weights: Mapping[str, float] | None = None,  # of the components; None: 1 each
+    passed: str | Sequence[str] | None = None,  # reward(s), or an info column; None: see below
 ) -> Tensor:  # (N,) float64; NaN where nothing applies
-    "The number whose mean over a group is the pass rate: info['score'] if there is one and no weights, else the weighted sum."
-    names = list(rollout.reward_names)
-    if reward is None and weights is None and "score" in rollout.info:
-        reward = "score"
-    if reward in names and rollout.rewards_NR is not None:
-        return rollout.rewards_NR[:, names.index(reward)].double().cpu()
-    if reward is not None:
-        one_of("reward component or info column", reward, [*names, *rollout.info])
-        return torch.as_tensor(np.asarray(rollout.info[reward], dtype=np.float64))
-    if rollout.rewards_NR is None:
+    "The number whose mean over a group is the pass rate: of `passed`, else info['score'], else of the first reward."
+    if passed is None and "score" in rollout.info:
+        passed = "score"
+    if isinstance(passed, str) and passed not in rollout.reward_names and passed in rollout.info:
+        return torch.as_tensor(np.asarray(rollout.info[passed], dtype=np.float64))
+    if not rollout.reward_names:
         raise ValueError(
             "The rollout has no info['score'] and no rewards per sample: name the column that says how well "
             "a sample did, pass_rate_calculator(reward='...')."
         )
-    for name in weights or {}:
-        one_of("reward component", name, names)
-    w = [1.0 if weights is None else weights.get(n, 0.0) for n in names]
-    w = torch.tensor(w, dtype=torch.float64)
-    x = rollout.rewards_NR.double().cpu()
-    return torch.where(x.isnan().all(1), torch.nan, (x.nan_to_num(0.0) * w).sum(1))
+    return sample_scores(rollout, passing_rewards(rollout.reward_names, passed)).cpu()
 
 # %% ../nbs/method/03_scheduler.ipynb #7ceb53ad
 def _task_key(task: Any) -> tuple[Any, int]:
@@ -73,21 +64,20 @@ class PassRateCalculator:
 
     def __init__(
         self,
-        reward: str | None = None,  # see reward_per_sample
-        weights: Mapping[str, float] | None = None,  # instead of those of the training
+        reward: str | Sequence[str] | None = None,  # instead of eval.passed, see reward_per_sample
+        weights: Mapping[str, float] | None = None,  # of rewards: the largest decides
     ):
-        self.reward, self.weights = reward, weights
+        self.reward = max(weights, key=weights.get) if weights and reward is None else reward
 
     def process(
         self,
         rollout: Rollout,
-        weights: Mapping[str, float] | None = None,  # of the training
+        passed: Sequence[str] | None = None,  # the rewards that decide in the training
     ) -> tuple[Rollout, dict[str, Any]]:  # the rollout, unchanged, and metrics
         "Pass rates per task and selection metrics."
         if not len(rollout):
             return rollout, {SELECTOR_METRIC: {}}
-        weights = weights if self.weights is None else self.weights
-        reward_N = reward_per_sample(rollout, self.reward, weights)
+        reward_N = reward_per_sample(rollout, passed if self.reward is None else self.reward)
         _, first, group_N = np.unique(rollout.group_N.cpu(), return_index=True, return_inverse=True)
         key_P = [_task_key(rollout.tasks[i]) for i in first]
         number = {key: i for i, key in enumerate(dict.fromkeys(key_P))}
@@ -258,7 +248,7 @@ def __next__(self: TasksetScheduler):
 def observe(
     self: TasksetScheduler,
     rollout: Rollout,  # rewarded groups
-    weights: Mapping[str, float] | None = None,  # of the reward components, as in the training
+    passed: Sequence[str] | None = None,  # rewards that say who passed, as `eval.passed` has it
 ) -> dict[str, Any]:  # metrics
     "Run the experience operators on a rollout and learn from what they say."
     if self.adaptive and not self.operators and not self._warned:
@@ -270,8 +260,8 @@ def observe(
         )
     metrics: dict[str, Any] = {}
     for operator in self.operators:
-        takes = "weights" in inspect.signature(operator.process).parameters
-        rollout, found = operator.process(rollout, **({"weights": weights} if takes else {}))
+        takes = "passed" in inspect.signature(operator.process).parameters
+        rollout, found = operator.process(rollout, **({"passed": passed} if takes else {}))
         metrics |= found
     self.update(metrics)
     return metrics

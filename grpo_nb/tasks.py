@@ -20,7 +20,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from .config import unknown_name
-from .core import index_of
+from .core import _field_of, index_of
 
 # %% ../nbs/method/01_tasks.ipynb #91549287
 @dataclass(frozen=True)
@@ -226,21 +226,6 @@ def _gym_rows(dataset: str, size: int = 1000, seed: int = 0, **config) -> _ListR
     except (TypeError, AssertionError) as e:
         raise ValueError(f"reasoning-gym {dataset}: settings {config} are refused: {e}") from None
 
-# %% ../nbs/method/01_tasks.ipynb #2e471e40
-def _field_of(row: Mapping, name: str) -> Any:
-    "The value of a field, or of a path into nested ones such as metadata.num_terms or levels.0; None if it is not there."
-    if name in row:
-        return row[name]
-    value: Any = row
-    for part in name.split("."):
-        if isinstance(value, Mapping):
-            value = value.get(part)
-        elif isinstance(value, (list, tuple)) and part.isdigit() and int(part) < len(value):
-            value = value[int(part)]
-        else:
-            return None
-    return value
-
 # %% ../nbs/method/01_tasks.ipynb #e5a371b0
 def _kind(value: Any) -> str:
     "What a value is to a feature array: nothing, number, bool, str, or a type that does not fit."
@@ -371,13 +356,13 @@ class Taskset:
         | Callable[[dict], Any] = "prompt",  # field of the prompt, or a function of the row
         name: str = "tasks",  # for people: plots and metrics
         id: str | None = None,  # what Task.taskset_id says, unique in a run; default: the name
-        rename: Mapping[str, str] | None = None,  # field of the source -> its name in tasks
+        rename: Mapping[str, str] | None = None,  # field or path of the source -> its name in tasks
     ):
         self.rows, self.prompt = rows, prompt
         self.name, self.id = name, name if id is None else id
         self.rename, self._columns, self._keys = dict(rename or {}), {}, None
         first = rows.row(0)
-        if missing := self.rename.keys() - first.keys():
+        if missing := {k for k in self.rename if _field_of(first, k) is None} - first.keys():
             raise ValueError(
                 f"{rows.where(0)}: no field {min(missing)!r} to rename; the row has {', '.join(first)}."
             )
@@ -398,8 +383,10 @@ class Taskset:
 # %% ../nbs/method/01_tasks.ipynb #3106e6d0
 @patch
 def _task(self: Taskset, row: dict, i: int) -> Task:
+    nested = [k for k in self.rename if k not in row]
     columns = {self.rename.get(k, k): v for k, v in row.items() if k != self.prompt}
-    if len(columns) < len(row.keys() - {self.prompt}):
+    columns |= {self.rename[k]: _field_of(row, k) for k in nested}
+    if len(columns) < len(row.keys() - {self.prompt}) + len(nested):
         raise ValueError(
             f"{self.rows.where(i)}: rename={self.rename} gives two fields one name; the row has {', '.join(row)}."
         )

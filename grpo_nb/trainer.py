@@ -38,12 +38,13 @@ from grpo_nb.config import (
     number_in,
 )
 from .core import Policy, Rollout, seeded
-from .evaluate import EvalConfig, Scores
+from .evaluate import EvalConfig, Scores, _parts
 from .evaluate import evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig
 from .metrics import Counters, completion_metrics, merge_rows
 from .ranking import check_layouts, warn_cancelling_scales
 from .reward_runner import RewardConfig, RewardRunner
+from .rewards import passing_rewards
 from .stream import StreamConfig, TaskStream
 from .tasks import Task
 from .update import UpdateConfig, update
@@ -281,6 +282,9 @@ def reward(
     rollout: Rollout,  # samples
 ) -> Rollout:  # the same with rewards
     "Reward a batch."
+    epoch = getattr(self.stream, "epoch", 0.0)
+    state = {"global_step": self.step_done, "max_steps": self.config.steps, "epoch": epoch}
+    self.rewards.trainer_state = state  # for functions that ask for it
     with self.counters.timed("reward_seconds"):
         rollout = self.rewards(rollout)
     self.counters.add(reward_calls=len(rollout) * len(rollout.reward_names))
@@ -298,7 +302,7 @@ def _tell_stream(
     if own is not None and any(getattr(t, "taskset_id", None) not in own for t in rollout.tasks):
         return
     if hasattr(self.stream, "observe"):
-        found = self.stream.observe(rollout)
+        found = self.stream.observe(rollout, self.passed)
         numbers = {k: v for k, v in found.items() if isinstance(v, (int, float))}
         self.batch_rows["selection"].append(numbers)
     elif hasattr(self.stream, "feedback"):
@@ -319,6 +323,12 @@ def collect(
 def weights(self: GRPO) -> list[float]:
     "One weight per component of the rewards."
     return weights_by_name(self.config.advantage.weights, self.rewards.components)
+
+
+@patch(as_prop=True)
+def passed(self: GRPO) -> tuple[str, ...]:
+    "The rewards that say whether a sample passed."
+    return passing_rewards(self.rewards.components, self.config.eval.passed, self.weights)
 
 # %% ../nbs/method/04_trainer.ipynb #7a17e6da
 @patch
@@ -435,8 +445,7 @@ def _make_runner(
     "A runner of the rewards."
     if isinstance(rewards, RewardRunner):
         return rewards
-    functions = [rewards] if callable(rewards) else rewards
-    return RewardRunner(functions, config=dataclasses.replace(config.rewards.run, seed=config.seed))
+    return RewardRunner(rewards, config=dataclasses.replace(config.rewards.run, seed=config.seed))
 
 
 def _make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -475,6 +484,12 @@ def _check_setup(self: GRPO):
     c = self.config
     functions = {s.name: s.function for s in self.rewards.specs}
     check_layouts(functions, getattr(self.policy, "parser", None))
+    sets = getattr(self.stream, "tasksets", [getattr(self.stream, "tasks", ())])
+    held_out = _parts(self.eval_tasks, 1) if self.eval_tasks else {}
+    for some in ([t[0] for t in sets if len(t)], [t for part in held_out.values() for t in part]):
+        if some:  # else nobody can look at them before they are drawn
+            self.rewards.check_tasks(some)
+    _ = self.passed  # names that are no rewards
     compared = {gate.on for gate in c.advantage.gates}  # with a threshold: there a scale counts
     scaled = {k: f for k, f in functions.items() if k not in compared}
     warn_cancelling_scales(scaled, c.advantage.mode)
@@ -585,6 +600,7 @@ def evaluate(
         c.eval.limit,
         k,
         self.weights,
+        self.passed,
         c.seed,
     )
     self.notify("on_evaluate", found)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from grpo_nb.core import Rollout
 from grpo_nb.reward_runner import RewardConfig, RewardRunner
-from grpo_nb.reward_workers import WorkerPool
+from grpo_nb.reward_workers import WorkerPool, _decode
 from grpo_nb.rewards import RewardError, reward_function
 from grpo_nb.verifiers import (
     _between_tags,
@@ -311,48 +311,79 @@ def test_a_worker_that_stops_reading_is_killed_at_the_deadline():
 
 def test_half_a_message_and_garbage_are_no_reason_to_wait():
     def writes(completion):
-        import json
         import os
         import sys
         import time
 
-        def results(*rows, **more):
-            keys = ("outcome", "values", "n", "message", "ms")
-            lines = [json.dumps(dict(zip(keys, row)) | more) for row in rows]
-            return "".join(line + "\n" for line in lines).encode()
-
-        if completion == "a":
-            return 1.0
-        good = ("ok", [[1.0]], 1, "", 0.0)
+        good = b'{"outcome": "ok", "values": [[1.0]], "n": 1, "message": "", "ms": 0.0}\n'
         junk = {
-            "half": b'{"outcome": "ok"',
+            "half": good[:15],
             "text": b"hello\n",
             "nothing": b"\n",
-            "three": b"3\n",
             "again": b'{"split": true}\n',
-            "more": results(("ok", [[7.0]] * 99, 99, "", 0.0)),
+            "more": good.replace(b"[[1.0]]", b"[[7.0]]").replace(b'"n": 1', b'"n": 99'),
             "bytes": b"\xff\xfe\n",
             "deep": b"[" * 100_000 + b"\n",
-            "digits": b'{"outcome": "ok", "values": [[' + b"9" * 5000 + b"]]}\n",
-            "true": results(("ok", [[True]], 1, "", 0.0)),
-            "none": results(("ok", None, 1, "", 0.0)),
-            "two": results(("ok", [[1.0, 2.0]], 1, "", 0.0)),
-            "what": results(("good", [[1.0]], 1, "", 0.0)),
-            "gift": results(("timeout", [[1.0]], 1, "", 0.0)),
-            "key": results(good, error="x"),
-            "zero": results(("error", None, 0, "", 0.0)),
-            "time": results(("ok", [[1.0]], 1, "", float("nan"))),
-        }[completion]
-        os.write(int(sys.argv[1]), junk)
-        time.sleep(1000)
+            "digits": good.replace(b"1.0", b"9" * 5000),
+            "endless": b"[" + b"1," * (1 << 24),
+        }.get(completion)
+        while junk:
+            junk = junk[os.write(int(sys.argv[1]), junk) :]
+            time.sleep(0 if junk else 1000)
+        return 1.0
 
-    words = "half a text nothing three again more bytes deep digits true none two what gift"
-    texts = [*words.split(), "key", "zero", "time", "a"]
-    with RewardRunner([writes], workers=2, timeout_s=0.4, on_error="skip", **QUIET) as runner:
+    texts = "half a text nothing again more bytes deep digits endless b".split()
+    n, start = len(texts), time.monotonic()
+    with RewardRunner([writes], workers=2, timeout_s=2.0, on_error="skip", **QUIET) as runner:
         scored = in_time(runner, batch(texts))
-    n = len(texts)
     assert values(scored.rewards_NR[:, 0]) == [-99, 1] + [-99] * (n - 3) + [1]
     assert counts(runner, "writes") == [2, 0, n - 3, 1, 0]
+    assert time.monotonic() - start < 30
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text(max_size=5), inside),
+    max_leaves=8,
+)
+MESSAGE = {"outcome": "ok", "values": [[1.0, 2.0]], "n": 1, "message": "", "ms": 0.0, "logged": {}}
+CRAFTED = [
+    {"values": [[True, True]]},
+    {"values": [[1.0]]},
+    {"values": [[10**4000, 1.0]]},
+    {"values": [[[]] * 2]},
+    {"values": None},
+    {"outcome": "good"},
+    {"outcome": "timeout"},
+    {"outcome": "error", "values": None, "n": 0},
+    {"n": True},
+    {"ms": -1.0},
+    {"ms": 10**4000},
+    {"error": "x"},
+    {"message": 7},
+    {"logged": {"metrics": {"m": [10**4000]}}},
+    {"logged": {"columns": {"c": [1, 2]}}},
+    {"logged": {"other": {}}},
+    {"logged": None},
+]
+
+
+@pytest.mark.parametrize("changed", CRAFTED, ids=str)
+def test_a_message_that_is_no_result_is_refused(changed):
+    with pytest.raises(ValueError, match="it sent dict"):
+        _decode(MESSAGE | changed, 2)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(list(MESSAGE)), JSON)
+def test_whatever_a_message_holds_the_trainer_gets_a_result_or_a_refusal(key, value):
+    try:
+        result = _decode(MESSAGE | {key: value}, 2)
+        _decode(value, 2)
+    except ValueError:
+        return
+    assert result.n == 1 and result.error is None and result.message.isprintable()
+    assert result.values is None or result.values.shape[:2] == (1, 2)
 
 
 @pytest.mark.parametrize("when", ["boot", "job"])
@@ -538,7 +569,7 @@ BREACHES = [
 @pytest.mark.parametrize("function, message", BREACHES)
 def test_breaches_of_the_contract_stop_under_every_policy(function, message):
     runner = RewardRunner({"bad": function}, on_error="skip", on_nonfinite=0.0, **QUIET)
-    with pytest.raises(RewardError, match="Reward 'bad', sample 0: shape: ") as e:
+    with pytest.raises(RewardError, match="Reward 'bad', sample 0: expected ") as e:
         runner(batch(["a", "b"]))
     assert message in str(e.value)
 
@@ -753,20 +784,124 @@ def test_what_cannot_be_copied_is_shared():
     assert RewardRunner(functions)(rollout).rewards_NR.tolist() == [[1.0]]
 
 
-def test_callable_objects_partials_and_methods():
+def shapes(make_async):
+    "One function in every shape that people give it, each worth 2."
     import functools
 
+    async def later(completion, scale=2.0):
+        import asyncio
+
+        await asyncio.sleep(0)
+        return scale
+
+    def now(completion, scale=2.0):
+        return scale
+
     class Own:
-        def __call__(self, completion, scale=2.0):
-            return scale
+        if make_async:
 
-        def method(self, completions):
-            return [3.0] * len(completions)
+            async def __call__(self, completion, scale=2.0):
+                return scale
 
-    own = {"object": Own(), "method": Own().method, "partial": functools.partial(Own(), scale=4.0)}
-    for workers in (0, 1):
-        with RewardRunner(own, workers=workers) as runner:
-            assert runner(batch(["a"])).rewards_NR.tolist() == [[2, 3, 4]]
+            async def batch(self, completions):
+                return [2.0] * len(completions)
+        else:
+
+            def __call__(self, completion, scale=2.0):
+                return scale
+
+            def batch(self, completions):
+                return [2.0] * len(completions)
+
+    f = later if make_async else now
+    return {
+        "function": f,
+        "lambda": lambda completion: f(completion),
+        "partial": functools.partial(f, scale=2.0),
+        "object": Own(),
+        "call": Own().__call__,
+        "method": Own().batch,
+        "partial of an object": functools.partial(Own(), scale=2.0),
+        "partial of a partial": functools.partial(functools.partial(f), scale=2.0),
+    }
+
+
+@pytest.mark.parametrize("make_async", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_functions_of_every_shape_are_called_and_awaited(workers, make_async):
+    import asyncio
+
+    functions = shapes(make_async)
+    with RewardRunner(functions, workers=workers) as runner:
+        want = [[2.0] * len(functions)] * 2
+        assert runner(batch(["a", "b"])).rewards_NR.tolist() == want
+
+        async def notebook():  # a loop runs already
+            return runner(batch(["a", "b"])).rewards_NR.tolist()
+
+        assert asyncio.run(notebook()) == want
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_async_rewards_fail_like_others_and_keep_one_event_loop(workers):
+    seen = []
+
+    async def judge(completion):
+        import asyncio
+
+        seen.append(asyncio.get_running_loop())
+        assert seen[0] is seen[-1]
+        if completion == "raise":
+            raise KeyError("missing")
+        await asyncio.sleep(1000 if completion == "hang" else 0)
+        return 1.0
+
+    texts = ["a", "raise", "b", *["hang"] * workers]
+    options = dict(workers=workers, timeout_s=1.0, on_error="skip", **QUIET)
+    with RewardRunner(judge, **options) as runner:
+        scored = in_time(runner, batch(texts))
+    assert values(scored.rewards_NR[:, 0]) == [1, -99, 1, -99][: len(texts)]
+    assert runner.failures[0].message.startswith("KeyError: 'missing'")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_reward_written_for_trl_works_unchanged(workers):
+    def from_trl(
+        prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **kwargs
+    ):
+        texts = [c[0]["content"] for c in completions]
+        log_extra("extracted", [t.strip() for t in texts])
+        log_metric("length", sum(map(len, texts)) / len(texts))
+        assert trainer_state.global_step == 7 and [len(i) for i in completion_ids] == [3] * len(
+            texts
+        )
+        return [None if a is None else float(t == a) for t, a in zip(texts, answer)]
+
+    chat = [{"role": "user", "content": "1+1="}]
+    open_turn = [*chat, {"role": "assistant", "content": "It is "}]
+    tasks = [Task(chat, answer="2"), Task(chat, answer=None), Task(open_turn, answer="It is 2")]
+    ids = {"completion_ids": torch.ones(3, 3, dtype=torch.long)}
+    with RewardRunner([from_trl, length_target(3)], workers=workers, chunk_size=2) as runner:
+        runner.trainer_state["global_step"] = 7
+        scored = runner(batch(["2", "3", "2"], tasks, ids))
+        assert values(scored.rewards_NR) == [[1, 1], [-99, 1], [1, 1]]
+        assert [x["extracted"] for x in scored.info["logged"]] == ["2", "3", "It is 2"]
+        assert runner.metrics()["reward/from_trl/length"] == (3 if workers == 0 else 4)
+
+
+def test_the_registry_and_the_runner_train_with_the_secret_that_was_given(tmp_path):
+    from grpo_nb.lab.recipe import RewardsConfig, open_rewards
+    from grpo_nb.rewards import REWARDS
+
+    @REWARDS.register("needs_a_key", force=True)
+    def needs_a_key(api_key, secret_word, headers):
+        return lambda completion: float(
+            (api_key, secret_word, *headers.values()) == ("k", "w", "b")
+        )
+
+    options = {"api_key": "k", "secret_word": "w", "headers": {"Authorization": "b"}}
+    functions = open_rewards(RewardsConfig(functions={"needs_a_key": options}))
+    assert RewardRunner(functions)(batch(["a"])).rewards_NR.tolist() == [[1.0]]
 
 
 def test_ranks_must_agree_and_scalars_count_at_every_rank():
@@ -822,19 +957,15 @@ def test_wrong_declarations_are_one_line():
 def test_wrong_functions_and_configs_are_one_line():
     f = lambda completion: 1.0  # noqa: E731
 
-    async def later(completion):
-        return 1.0
-
     def yields(completion):
         yield 1.0
 
-    class Later:
-        async def __call__(self, completion):
-            return 1.0
+    async def streams(completion):
+        yield 1.0
 
     for functions in ODD:
         one_line(lambda v=functions: RewardRunner(v))
-    for function in [*ODD, later, yields, Later(), max, len, exact_answer, exact_answer.__call__]:
+    for function in [*ODD, yields, streams, max, len, exact_answer, exact_answer.__call__]:
         one_line(lambda v=function: RewardRunner({"f": v}), "'f'")
     for name in (3, "", nan):
         one_line(lambda v=name: RewardRunner({v: f}), "name must be non-empty text")

@@ -291,16 +291,15 @@ def test_strict_ratio_uses_the_real_group_size(g):
     assert m["selection/above_zero_ratio"] == 1 and m["selection/group_size"] == g
 
 
-def test_weights_of_the_training_reach_the_operator_and_its_own_go_first():
+def test_the_reward_that_decides_in_training_reaches_the_operator_and_its_own_goes_first():
     r = rollout([[1, 0.5]] * 2, [Task("", {}, 0, 0)] * 2, [0, 0], names=("correct", "format"))
-    rate = {}
-    for own in (None, {"correct": 0.0, "format": 1.0}):
-        entry = {"name": "pass_rate_calculator", "args": {} if own is None else {"weights": own}}
-        s = TasksetScheduler([Table(1)], 1, operators=[entry])
-        for weights in (None, {"correct": 1.0, "format": 0.0}):
-            m = s.observe(r, weights)
-            rate[own is None, weights is None] = m[SELECTOR_METRIC][0]["values"][0]
-    assert rate == {(True, True): 1.5, (True, False): 1.0, (False, True): 0.5, (False, False): 0.5}
+    for own in ({}, {"reward": "format"}, {"weights": {"correct": 0.0, "format": 1.0}}):
+        s = TasksetScheduler(
+            [Table(1)], 1, operators=[{"name": "pass_rate_calculator", "args": own}]
+        )
+        for passed, want in ((None, 1.0), (["correct"], 1.0), (["correct", "format"], 0.5)):
+            m = s.observe(r, passed)
+            assert m[SELECTOR_METRIC][0]["values"] == [0.5 if own else want]
 
 
 def test_constant_fractional_rewards_stay_exact():
@@ -528,7 +527,7 @@ def one_sample(**changes):
         (lambda: StageShares([5, 7], stages=[{"weights": [1, 0]}] * 2), "samples >= 1"),
         (lambda: StageShares([5, 7], stages=[{"samples": 6, "weights": [1, 0]}]), "leave out its samples"),
         (lambda: TasksetScheduler([Table(1)], 1, operators=[{"name": "pass_rate_calculator", "arg": {}}]), "name and maybe args"),
-        (lambda: reward_per_sample(one_sample(), weights={"x": 1}), "'x'"),
+        (lambda: reward_per_sample(one_sample(), "x"), "'x'"),
         (lambda: reward_per_sample(one_sample(rewards_NR=None, reward_names=())), "no info"),
         (lambda: PassRateCalculator().process(one_sample(tasks=["x"])), "taskset_id and index"),
     ],

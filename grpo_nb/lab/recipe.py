@@ -336,7 +336,7 @@ def open_stream(
     one = [{"name": Path(t.train or "").stem, "path": t.train, "selector": t.selector or "shuffle"}]
     blocks = {
         "tasksets": [_complete_entry(e, config) for e in t.tasksets or one],
-        "operators": _pass_rate_operators(config) if t.operators is None else t.operators,
+        "operators": ["pass_rate_calculator"] if t.operators is None else t.operators,
     }
     with _at_key("tasks"):
         return TasksetScheduler.from_config(
@@ -346,15 +346,6 @@ def open_stream(
             seed=config.seed,
             shares=t.shares,
         )
-
-# %% ../../nbs/lab/03_recipe.ipynb #39f448b6
-def _pass_rate_operators(config: GRPOConfig) -> list[dict]:
-    "The feedback that selectors get by default: pass rates, with the weights of the advantages."
-    weights = config.advantage.weights
-    if weights is not None and not isinstance(weights, Mapping):
-        weights = dict(zip(config.rewards.functions, weights))
-    args = {} if weights is None else {"weights": dict(weights)}
-    return [{"name": "pass_rate_calculator", "args": args}]
 
 # %% ../../nbs/lab/03_recipe.ipynb #32cc8581
 def _complete_entry(

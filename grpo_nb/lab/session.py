@@ -315,6 +315,10 @@ def sample_table(
     }
     columns |= {f"rewards/{k}": reward_NR[:, i].tolist() for i, k in enumerate(r.reward_names)}
     columns["reward"] = reward_NR.nansum(1).tolist()
+    logged = r.info.get("logged", ())
+    columns |= {
+        k: [row.get(k) for row in logged] for k in dict.fromkeys(k for x in logged for k in x)
+    }
     if "truncated" in r.info:
         columns["truncated"] = r.info["truncated"].tolist()
     return columns
