@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Groups', 'group_centre', 'GroupStats', 'group_stats', 'masked_sum', 'masked_mean', 'Registry', 'seed_of', 'seeded',
-           'Rollout', 'index_of', 'pad_to', 'concat', 'rollout_to_state', 'rollout_from_state', 'minibatches', 'Policy']
+           'Rollout', 'index_of', 'pad_to', 'concat', 'rollout_to_state', 'rollout_from_state', 'minibatches', 'Policy',
+           'check_finite']
 
 # %% ../nbs/method/00_core.ipynb #d55f1d33
 import hashlib
@@ -462,3 +463,15 @@ class Policy(Protocol):
     def logp(self, rollout: Rollout) -> Tensor:  # (N, S) float32, differentiable
         "Log-probability of each stored step under the present parameters; outside the mask 0."
         ...
+
+# %% ../nbs/method/00_core.ipynb #8affe84a
+def check_finite(
+    model: torch.nn.Module,  # that sampled
+    logp: Tensor,  # log-probs of its samples
+):
+    "A FloatingPointError that names the broken weights, if samples have no finite log-prob."
+    if logp.isfinite().all():
+        return
+    broken = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+    found = f"{broken[0]} and {len(broken) - 1} more" if broken else "none, so its outputs overflow"
+    raise FloatingPointError(f"The policy samples NaN; weights that are not finite: {found}.")

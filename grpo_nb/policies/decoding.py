@@ -55,6 +55,7 @@ def draw(
     total = cdf[:, -1]
     point = torch.minimum(uniform.to(cdf) * total, torch.nextafter(total, torch.zeros_like(total)))
     token = torch.searchsorted(cdf, point[:, None], right=True)[:, 0]
+    token = token.clamp(max=z.shape[1] - 1)  # of NaN; its log-prob says so
     entropy = -torch.where(p > 0, p * logp, 0.0).sum(-1)
     return token, logp.gather(-1, token[:, None])[:, 0], entropy
 
@@ -482,7 +483,7 @@ def _is_plain_llama(model: nn.Module) -> bool:
     c = model.config
     kind = getattr(c, "model_type", "")
     window = getattr(c, "use_sliding_window", None) or kind == "mistral" and c.sliding_window
-    wrapped = "peft" in type(model).__module__
+    wrapped = hasattr(model, "peft_config")
     if kind not in ("llama", "mistral", "qwen2") or window or wrapped or c.hidden_act != "silu":
         return False
     linear = []
