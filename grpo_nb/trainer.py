@@ -451,6 +451,10 @@ def _make_runner(
 def _make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Optimizer:
     "AdamW over the parameters of a policy."
     params = list(policy.parameters())
+    if not any(p.requires_grad for p in params):
+        raise ValueError(
+            "The policy has no trainable parameter: all are frozen (requires_grad is False). Unfreeze some, or give policy.lora."
+        )
     fused = all(p.device.type in ("cpu", "cuda") for p in params)
     return torch.optim.AdamW(
         params, config.lr, config.betas, weight_decay=config.weight_decay, fused=fused
