@@ -15,7 +15,7 @@ from .filter_groups import FilterGroupsConfig, keep_groups, recommend
 from .losses import POLICY_LOSSES, LossConfig, kl_penalty, policy_loss
 from .policies.diffusion import DiffusionPolicy
 from .policies.samplers import ddim_sampler, ddpm_sampler, flow_sampler
-from .policies.tokens import TokenPolicy
+from .policies.tokens import TokenPolicy, as_policy
 from .ranking import make_relevance_reward, make_safe_reward, make_safety_reward
 from .reward_runner import RewardConfig, RewardRunner
 from .rewards import REWARDS, RewardSpec, reward_function

@@ -76,6 +76,9 @@ def _read(source, dtype: torch.dtype, **file) -> tuple:
         )
         if found["missing_keys"]:
             raise ValueError(f"its file has no weights for {min(found['missing_keys'])}")
+        for layer in model.modules():  # of a folder with an adapter, which is trained on
+            if type(layer).__module__.startswith("peft.") and hasattr(layer, "set_adapter"):
+                layer.set_adapter(layer.active_adapter)
         return model, tokenizer
     except Exception as e:  # a damaged file raises whatever its reader does not expect
         raise ModelNotFound(_why_not_read(str(Path(source, file.get("gguf_file", ""))), e)) from e
@@ -281,12 +284,27 @@ def merge_lora(
     model: nn.Module,  # with adapters
 ) -> nn.Module:  # a copy without them
     "The plain model with all that was trained in its weights; a ValueError if its logits would differ."
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     plain = copy.deepcopy(model)
     _untie(plain)
+    try:
+        _merge_layers(plain)
+    except (RuntimeError, NotImplementedError) as e:
+        raise ValueError(f"{e} {_KEEP}") from None
+    vars(plain).pop("peft_config", None)
+    plain._hf_peft_config_loaded = False
+    _check_merged(model, plain)
+    return plain
+
+
+_KEEP = "Nothing was written: keep the adapters in a checkpoint."
+
+# %% ../../nbs/method/02_policies.loading.ipynb #b5da140b
+def _merge_layers(model: nn.Module):
+    "Replace each wrapped layer by a plain one, the outermost first."
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     done = ()
-    for name, layer in list(plain.named_modules()):
+    for name, layer in list(model.named_modules()):
         if name.startswith(done):
             continue
         if hasattr(layer, "unload_and_optionally_merge_module"):
@@ -298,13 +316,9 @@ def merge_lora(
             continue
         done += (f"{name}.",)
         parent, _, leaf = name.rpartition(".")
-        setattr(plain.get_submodule(parent), leaf, layer)
-    vars(plain).pop("peft_config", None)
-    plain._hf_peft_config_loaded = False
-    _check_merged(model, plain)
-    return plain
+        setattr(model.get_submodule(parent), leaf, layer)
 
-# %% ../../nbs/method/02_policies.loading.ipynb #b5da140b
+# %% ../../nbs/method/02_policies.loading.ipynb #e3d4d1aa
 def _untie(model: nn.Module):
     "Give the output layer its own weights where an adapter changes one of two tied layers."
     enter, leave = model.get_input_embeddings(), model.get_output_embeddings()
@@ -326,5 +340,5 @@ def _check_merged(model: nn.Module, plain: nn.Module):
     off = float((want - got).abs().max() / want.abs().max())
     if not off < (0.05 if want.itemsize < 4 else 1e-3):
         raise ValueError(
-            f"The adapters cannot be added to the weights: logits would change by {off:.1%}. Keep a checkpoint instead."
+            f"Adding the adapters to the weights would change the logits by {off:.1%}. {_KEEP}"
         )
