@@ -86,7 +86,7 @@ def docs():
 
 
 def tests():
-    both_cores = ["-n", "2", "--dist", "loadgroup"]
+    both_cores = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     run(sys.executable, "-m", "pytest", "-q", *both_cores, "--durations=5", "tests")
 
 

@@ -42,6 +42,7 @@ from .evaluate import EvalConfig, Scores, _parts
 from .evaluate import evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig
 from .metrics import Counters, completion_metrics, merge_rows
+from .processes import say
 from .ranking import check_layouts, warn_cancelling_scales
 from .reward_runner import RewardConfig, RewardRunner
 from .rewards import passing_rewards
@@ -531,7 +532,7 @@ def fit(
         self.notify("on_fit_start")
         self.goal = config.steps if steps is None else self.step_done + steps
         if self.step_done >= self.goal:
-            print(f"Nothing left to do: {self.step_done} of {self.goal} steps are done.")
+            say(f"Nothing left to do: {self.step_done} of {self.goal} steps are done.")
         while self.step_done < self.goal and not self.stop:
             if config.max_seconds and self.seconds_trained >= config.max_seconds:
                 self._end_fit(f"max_seconds={config.max_seconds:g} are over")
@@ -563,7 +564,7 @@ def fit(
 def _end_fit(self: GRPO, why: str):
     "End `fit` for a reason that is no mistake."
     self.stop = why
-    print(f"{why} after step {self.step_done}.")
+    say(f"{why} after step {self.step_done}.")
 
 
 @patch

@@ -7,7 +7,6 @@ Property tests draw the same examples in every run, so that a result can be had 
 import os
 import signal
 
-import pytest
 from hypothesis import settings
 
 FUZZ = int(os.environ.get("GRPO_NB_FUZZ") or 0)
@@ -19,15 +18,14 @@ settings.load_profile("fuzz" if FUZZ else "fixed")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SHARED = ("killed", "two_ranks")  # slow fixtures: the tests that use one run in one process, first
+SHARED = (
+    "killed",
+    "two_ranks",
+)  # slow fixtures: the files that use them are dealt first, each to one process
 
 
-@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items):
-    "Slow fixtures are made once; fuzzing draws more examples per property."
-    for item in items:
-        for name in set(SHARED) & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group(name))
+    "What takes long begins; fuzzing draws more examples per property."
     items.sort(key=lambda item: not set(SHARED) & set(getattr(item, "fixturenames", ())))
     for item in items if FUZZ else ():
         test = getattr(item, "obj", None)

@@ -17,7 +17,7 @@ import torch
 
 from grpo_nb.files import read_jsonl
 from grpo_nb.lab import checkpoint, session
-from grpo_nb.lab.checkpoint import latest
+from grpo_nb.lab.checkpoint import checkpoints, latest
 from grpo_nb.lab.recipe import load_config, open_policy, open_stream
 from grpo_nb.lab.record import is_timing
 from grpo_nb.tasks import Taskset, data_path
@@ -134,6 +134,7 @@ def die_at(n):
     for name in ("_to_disk", "sha256", "_write_state", "_seal", "pack"):
         setattr(checkpoint, name, count(getattr(checkpoint, name)))
     session.prune = count(session.prune)
+    checkpoint.shutil.rmtree = count(checkpoint.shutil.rmtree)
 
 
 def child(*args):
@@ -188,6 +189,8 @@ def main(variant, folder, kills, seed):
             cut.rename(folder / f"done{rounds}")
         else:
             done = True
+    root = cut / "checkpoints"
+    assert sorted(p.name for p in root.iterdir()) == sorted(p.name for p in checkpoints(root))
     compare(whole, cut)
     for other in folder.glob("done*"):
         compare(whole, other)

@@ -101,35 +101,74 @@ def test_sample_caps_hold():
     assert marks == 8 and all(len(r["prompt"]) == 50 for r in kept)
 
 
-def test_full_disk_keeps_the_file_whole(tmp_path, monkeypatch):
+class Faulty:
+    "A file whose disk is full for some calls, which write a part all the same."
+
+    def __init__(self, file, fails):
+        self.file, self.fails, self.calls, self.fileno = file, fails, 0, file.fileno
+
+    def write(self, data):
+        self.calls += 1
+        if self.calls not in self.fails:
+            return self.file.write(data)
+        n = self.file.write(data[:7])
+        if self.calls % 2:
+            return n
+        raise OSError(28, "No space left on device")
+
+    def close(self):
+        self.file.close()
+
+
+@pytest.mark.parametrize("fails", [{1}, {2}, {1, 2, 3}, {5, 6}, range(99)], ids=str)
+def test_rows_that_a_full_disk_refused_are_written_when_they_can_be(tmp_path, fails):
+    with Run.create(tmp_path / "whole") as whole:
+        for step in range(1, 7):
+            whole.log(step, {"reward": step / 7})
     run = Run.create(tmp_path / "r")
-    run.log(1, {"reward": 1.0})
-    file = run._files["metrics"].file
-
-    class Full:
-        def write(self, data):
-            file.write(data[:7])
-            raise OSError(28, "No space left on device")
-
-        def close(self):
-            file.close()
-
-    run._files["metrics"].file = Full()
-    with pytest.raises(OSError, match="No space"):
-        run.log(2, {"reward": 1.0})
-    run._files["metrics"].file = file
-    run.log(2, {"reward": 2.0})  # the step was not taken as logged
+    for name in ("metrics", "events"):
+        run._files[name].file = Faulty(run._files[name].file, fails)
+    with pytest.warns(UserWarning, match=r"metrics.jsonl cannot be written \(.*\): its rows wait"):
+        for step in range(1, 7):
+            run.log(step, {"reward": step / 7})
+            with warnings.catch_warnings(action="error"):
+                assert read_jsonl(tmp_path / "r/metrics.jsonl")[1] == []  # never half a line
+            run.event("note", step=step)
+    if 98 in fails:  # to the end: that is told
+        with pytest.raises(OSError, match="No space|bytes fitted"):
+            run.close()
+        assert Run.create(tmp_path / "r", resume=True)._last is None  # and the lock is free
+        return
     run.close()
-    assert run.frame().reward.tolist() == [1.0, 2.0]
+    both = [(tmp_path / d / "metrics.jsonl").read_bytes() for d in ("r", "whole")]
+    assert both[0] == both[1]
+    assert [e for e in run.events().step.dropna()][:6] == [1, 2, 3, 4, 5, 6]
 
 
-def test_environment_names_no_person_and_no_secret(tmp_path, monkeypatch):
-    monkeypatch.setenv("MY_SECRET", "s3cret-value")
-    with Run.create(tmp_path / "r", {"lr": 1.0, "wandb": {"api_key": "k3y-value"}}) as run:
-        pass
-    text = "".join(p.read_text() for p in run.dir.iterdir() if p.is_file())
-    assert "s3cret-value" not in text and "k3y-value" not in text
-    assert str(Path.home()) + "/" not in (run.dir / "environment.json").read_text()
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_run_killed_while_it_was_laid_out_is_completed(tmp_path):
+    code = """
+        import os, signal, sys
+        from grpo_nb.lab import record
+        write = record.write_atomic
+        for n in range(1, 5):  # status, configuration, environment, status
+            calls = []
+            def deadly(*args):
+                calls.append(1)
+                if len(calls) == n:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                write(*args)
+            record.write_atomic = deadly
+            if not (pid := os.fork()):
+                record.Run.create(f"{sys.argv[1]}/{n}", {"lr": 1.0}, name="mine", seeds=[3])
+            assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    """
+    assert python(code, tmp_path).wait() == 0
+    for n in range(1, 5):
+        with Run.create(tmp_path / str(n), {"lr": 1.0}, "mine", resume=True, seeds=[3]) as run:
+            run.log(1, {"x": 1})
+        assert run.config == {"lr": 1.0} and run.environment["seeds"] == [3]
+        assert (run.name, run.status["state"]) == ("mine", "finished") and run.status["started"]
 
 
 # --------------------------------------------------------------------------------- create and resume
@@ -376,3 +415,28 @@ def test_wandb_offline_for_real(tmp_path, monkeypatch):
     assert len(files) == 1 and files[0].stat().st_size > 0
     assert not run.events().kind.eq("warning").any()
     assert time.monotonic() - start < 10
+
+
+def test_a_run_directory_holds_no_secret_and_no_person(tmp_path):
+    "Of the configuration, the command line, the environment and what errors say; wandb's files too."
+    code = """
+        import sys
+        from grpo_nb.lab.record import Run
+        config = {"judge": {"api_key": "k3y value"}, "url": "https://me:p4ssw0rd@host"}
+        with Run.create(sys.argv[1], config, "token=n4mevalue", wandb="offline", seeds={"pwd": "s33d"}) as run:
+            run.log(1, {"reward": 1.0})
+            run.warn("judge", "401: key k3y value refused", tried=["--token", "fl4gvalue"])
+            raise RuntimeError("https://me:p4ssw0rd@host said no to k3y value")
+    """
+    env = {"MY_SECRET": "s3cret-value", "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), tmp_path / "r", "api_key=c0mmandline"],
+        capture_output=True, text=True, env=os.environ | env, cwd=tmp_path,
+    )  # fmt: skip
+    assert "RuntimeError" in done.stderr and Run.open(tmp_path / "r").status["state"] == "failed"
+    files = [p for p in (tmp_path / "r").rglob("*") if p.is_file()]
+    assert find_spec("wandb") is None or any(p.suffix == ".wandb" for p in files)
+    secrets = "k3y value,p4ssw0rd,s3cret-value,c0mmandline,n4mevalue,s33d,fl4gvalue".split(",")
+    for path in files:
+        for secret in (*secrets, str(Path.home()) + "/"):
+            assert secret.encode() not in path.read_bytes(), (path, secret)

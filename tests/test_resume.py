@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import pickle
@@ -10,13 +11,14 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_nb.files import RunLocked, read_jsonl
-from grpo_nb.lab import checkpoint
+from grpo_nb.lab import checkpoint, progress, session
 from grpo_nb.lab.checkpoint import (
     CheckpointError,
     check_seal,
@@ -162,51 +164,205 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path):
         GRPO.load(before, rewards={"thirds": thirds})
 
 
-@pytest.mark.parametrize("fault", ["full disk", "read-only folder", "no folder"])
-def test_a_checkpoint_that_cannot_be_written_does_not_end_training(fault, tmp_path, monkeypatch):
-    def refuse(*a, **k):
-        raise OSError(28, "No space left on device")
+def full(*a, **k):
+    raise OSError(28, "No space left on device")
 
-    t = make(tmp_path / "r", "checkpoint.every=1")
+
+@pytest.mark.parametrize("fault", ["full disk", "no folder", "removal", "rows"])
+def test_training_goes_on_without_a_checkpoint_and_ends_with_an_error(fault, tmp_path, monkeypatch):
+    seen = []
+    t = make(tmp_path / "r", "checkpoint.every=1", callbacks=[lambda t, row: seen.append(1)])
     t.open_run()
+    root = t.run.dir / "checkpoints"
     if fault == "full disk":
-        monkeypatch.setattr(checkpoint, "_write_state", refuse)
-    elif fault == "read-only folder":
-        monkeypatch.setattr(
-            checkpoint.Lock,
-            "acquire",
-            lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied")),
-        )
+        monkeypatch.setattr(checkpoint, "_write_state", full)
+    elif fault == "no folder":
+        root.write_text("in the way")
+    elif fault == "removal":
+        monkeypatch.setattr(session, "prune", full)
     else:
-        (tmp_path / "r" / "checkpoints").write_text("in the way")
+        monkeypatch.setattr(t.run._files["metrics"], "file", io.FileIO("/dev/full", "wb"))
     with pytest.warns(UserWarning, match="Training goes on"):
-        t.fit(2)
-    events = [
-        e for e in read_jsonl(t.run.dir / "events.jsonl")[0] if e["kind"] == "checkpoint_failed"
-    ]
-    assert len(events) == 2 and t.step_done == 2  # after every step
+        with pytest.raises((CheckpointError, OSError), match="written|No space"):
+            t.fit(2)
+    events = read_jsonl(t.run.dir / "events.jsonl")[0]
+    assert sum(e["kind"] == "checkpoint_failed" for e in events) == 2  # after every step
+    assert t.step_done == len(seen) == 2 and t.run.status["state"] == "failed"
     t.config.checkpoint.on_error = "raise"
-    with pytest.raises(CheckpointError, match="could not be written|can be written"):
+    with pytest.raises((CheckpointError, OSError), match="written|No space"):
         t.fit(1)
-    if fault == "full disk":
-        assert [p.name for p in (t.run.dir / "checkpoints").iterdir()] == ["lock"]
+    if fault != "no folder":
         monkeypatch.undo()
-        assert check_seal(t.save())["step"] == 2
+        assert check_seal(t.save())["step"] == t.step_done
+        assert [r["step"] for r in rows(t)] == list(range(1, t.step_done + 1))
     t.close()
+    assert t.run.status["state"] == "failed"
+
+
+def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path):
+    ruin = lambda t, row: t.policy.parameters()[0].data.view(-1)[3:4].fill_(float("inf"))
+    t = make(tmp_path / "r", callbacks=[ruin])
+    good = t.save()
+    with pytest.raises(CheckpointError, match="after step 1 are not finite .*stays the newest"):
+        t.fit(1)
+    t.close()
+    assert list(good.parent.iterdir()) == [good] and t.run.status["state"] == "failed"
 
 
 def test_two_writers(tmp_path):
     first = make(tmp_path / "r").fit(1)
-    with pytest.raises(RunLocked, match="is being written by process"):
+    with pytest.raises(RunLocked, match="is being written by process .* close it there"):
         make(tmp_path / "r", "run.if_exists=resume").fit(1)
     first.close()
+
+
+def test_a_run_killed_while_a_checkpoint_was_sealed_goes_on_elsewhere(tmp_path):
+    "One lock per run: what a dead host has left stops neither the run nor its checkpoints."
+    t = make(tmp_path / "r", "checkpoint.every=1").fit(2)
+    t.close()
+    root = tmp_path / "r" / "checkpoints"
+    here = json.dumps({"pid": 1, "host": "a host that is gone"})
+    for lock in (tmp_path / "r" / "lock", root / "lock"):  # the second is of older versions
+        lock.write_text(here)
+    (root / ".step_00000003.ab").mkdir()
+    (root / ".step_00000003.ab" / "manifest.json").write_text("{}")
+    (root / "step_00000001").mkdir(exist_ok=True)
+    (root / "step_00000001" / "manifest.json").unlink(
+        missing_ok=True
+    )  # killed while it was removed
+    other = make(tmp_path / "other").fit(1)
+    other.close()
+    (theirs,) = checkpoints(tmp_path / "other" / "checkpoints")
+    os.symlink(theirs, root / "step_00000000")
+    again = make(tmp_path / "r", "run.if_exists=resume", "checkpoint.every=1")
+    with pytest.warns(UserWarning, match="step_00000001' has no manifest.json"):
+        again.fit()
+    again.close()
+    left = sorted(p.name for p in root.iterdir() if p.is_dir())
+    assert left == ["step_00000000", "step_00000004", "step_00000005"]
+    assert check_seal(theirs)["step"] == 1 and len(list(theirs.iterdir())) > 1
+
+
+DAMAGE = {"empty": b"", "torn": b'{"a": [1', "binary": bytes(range(256)), "a list": b"[1, 2]\n"}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_named_and_does_not_stop_a_resume(damage, tmp_path):
+    make(tmp_path / "r", "checkpoint.every=1").fit(3).close()
+    newest, *_ = checkpoints(tmp_path / "r" / "checkpoints")
+    names = ["status.json", "config.yaml", "environment.json"]
+    for path in (*(tmp_path / "r" / n for n in names), newest / "manifest.json"):
+        path.write_bytes(DAMAGE[damage])
+    with open(tmp_path / "r" / "metrics.jsonl", "ab") as f:
+        f.write(DAMAGE[damage])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        t = GRPO.load(tmp_path / "r", rewards={"thirds": thirds})
+        assert t.step_done == 2
+        t.fit(2).close()
+    for name in (*names, f"{newest.name}/manifest.json"):
+        assert any(name in str(w.message) and "\n" not in str(w.message) for w in told), name
+    assert [r["step"] for r in rows(t)] == [1, 2, 3, 4] and t.run.status["state"] == "stopped"
+    assert t.run.config["steps"] == 5 and t.run.environment["seeds"] == 0
+
+
+def test_every_single_byte_of_a_manifest_counts(tmp_path):
+    path = make(None).save(tmp_path) / "manifest.json"
+    good = path.read_bytes()
+    for i in range(len(good)):
+        for flip in (1, 32, 255):
+            path.write_bytes(good[:i] + bytes([good[i] ^ flip]) + good[i + 1 :])
+            with pytest.raises(CheckpointError, match="manifest.json|has format"):
+                check_seal(path.parent)
+    path.write_bytes(good)
+    told = json.loads(good)
+    old = {k: v for k, v in told.items() if k != "sha256"} | {"format": 1}
+    path.write_text(json.dumps(old))  # as older versions wrote them
+    assert check_seal(path.parent)["step"] == 0
+
+
+def broken_pipe():
+    closed, out = os.pipe()
+    os.close(closed)
+    return open(out, "w")
+
+
+def closed():
+    out = io.StringIO()
+    out.close()
+    return out
+
+
+OUTPUTS = {
+    "nobody reads": broken_pipe,
+    "a full disk": lambda: open("/dev/full", "w"),
+    "closed": closed,
+}
+
+
+@pytest.mark.parametrize("mode", ["lines", "terminal"])
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_output_never_ends_training(output, mode, tmp_path, monkeypatch):
+    calls = []
+
+    def reward(completions, **columns):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)  # which prints, too
+        return [thirds(c) for c in completions]
+
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, OUTPUTS[output]())
+    monkeypatch.setattr(progress, "display_mode", lambda: mode)
+    t = make(tmp_path / "r", "run.progress=true", rewards={"thirds": reward}).fit()
+    t.fit()
+    t.fit()  # nothing is left to do
+    t.close()
+    assert [r["step"] for r in rows(t)] == [1, 2, 3, 4, 5]
+    for name in ("stdout", "stderr"):
+        with contextlib.suppress(OSError, ValueError):
+            getattr(sys, name).close()
+
+
+def test_the_state_that_was_is_what_close_writes(tmp_path):
+    def stop(n, error=None):
+        calls = []
+
+        def reward(completions, **columns):
+            calls.append(1)
+            if len(calls) >= n and error:
+                raise error
+            if len(calls) == n:
+                os.kill(os.getpid(), signal.SIGINT)
+            return [thirds(c) for c in completions]
+
+        return {"thirds": reward}
+
+    def end(name, steps=None, **parts):
+        t = make(tmp_path / name, "run.if_exists=resume", **parts)
+        try:
+            t.fit(steps)
+        except (ValueError, KeyboardInterrupt):
+            pass
+        t.close()
+        return t.run.status["state"]
+
+    assert end("a", rewards=stop(2)) == "interrupted"
+    t = make(tmp_path / "a", "run.if_exists=resume")
+    t.open_run()  # looked at, and closed again
+    t.close()
+    assert t.run.status["state"] == "interrupted"
+    assert end("a", 1) == "stopped" and end("a") == "finished"
+    assert end("b", rewards=stop(2, ValueError("no"))) == "failed"
+    assert end("c", rewards=stop(2, KeyboardInterrupt())) == "interrupted"
 
 
 def test_other_formats_versions_and_configurations(tmp_path):
     t = make(tmp_path / "r").fit(1)
     t.close()
     (path,) = checkpoints(tmp_path / "r" / "checkpoints")
-    told = json.loads((path / "manifest.json").read_text())
+    told = json.loads((path / "manifest.json").read_text()) | {"format": 1}
+    del told["sha256"]
     (path / "manifest.json").write_text(json.dumps(told | {"versions": {"torch": "1.0"}}))
     with pytest.warns(UserWarning, match="torch 1.0 -> "):
         GRPO.load(path, rewards={"thirds": thirds})
@@ -228,7 +384,7 @@ def test_other_formats_versions_and_configurations(tmp_path):
     with pytest.raises(ValueError, match="other components|components"):
         make(None, rewards={"other": thirds}).load_state_dict(t.state_dict())
     (path / "manifest.json").write_text(json.dumps(told | {"format": 0}))
-    with pytest.raises(CheckpointError, match="format 0, this version reads 1"):
+    with pytest.raises(CheckpointError, match="format 0, this version reads 2"):
         GRPO.load(path, rewards={"thirds": thirds})
 
 
@@ -393,11 +549,11 @@ def test_a_disk_that_is_really_full(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
     try:
         with pytest.warns(UserWarning, match="policy.safetensors.*Training goes on"):
-            t.fit(2)
+            with pytest.raises(CheckpointError, match="policy.safetensors"):
+                t.fit(2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    left = [p.name for p in (t.run.dir / "checkpoints").iterdir()]
-    assert (t.step_done, left) == (2, ["lock"])
+    assert t.step_done == 2 and not list((t.run.dir / "checkpoints").iterdir())
     t.close()
 
 

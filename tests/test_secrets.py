@@ -27,10 +27,20 @@ SECRETS = {
     "bearer": "x",
     "secret_word": "x",
     "credentials": [{"file": "x"}],
-    "url": "https://user:pw@host/x",
-    "urls": ["postgres://:pw@host/db"],
     "note": "-----BEGIN RSA PRIVATE KEY-----",
     "extra": ["Bearer abcdefghijklmnop", KEY, "hf_abcdefghijklmnopqrst", "ghp_" + "a" * 36],
+    "judge_token": "x",
+    "accessKeyId": "x",
+    "session-cookie": "x",
+}
+QUOTED = {  # hidden where they stand in a text
+    "url": "https://user:pw@host/x",
+    "urls": ["postgres://:pw@host/db", "https://x0123456789abcdef@host"],
+    "query": "https://host/v1?model=a&api_key=pw&n=1",
+    "command": ["judge", "--api-key", "pw", "--password=pw", "OPENAI_API_KEY=pw"],
+    "env": [{"name": "JUDGE_TOKEN", "value": "pw"}],
+    "error": f"401 from https://user:pw@host: {KEY} refused, header 'Bearer pw0123456789abcd'",
+    "hook": "https://hooks.slack.com/services/pw/0123456789abcdef",
 }
 OPEN = {
     "eos_token": "</s>",
@@ -51,6 +61,12 @@ OPEN = {
     "empty_secret": "",
     "use_auth": True,
     "password": None,
+    "max_new_tokens": 64,
+    "micro_tokens": 4096,
+    "keyboard": "qwerty",
+    "stop_token": "<end>",
+    "file": "ssh://git@host/repository",
+    "levels": ["--level", "token", "--tokenizer", "gpt2"],
 }
 
 
@@ -65,6 +81,17 @@ def leaves(tree):
 def test_secrets_are_hidden_by_name_or_look_at_any_depth(name):
     for tree in ({name: SECRETS[name]}, {"a": [{"b": {name: SECRETS[name]}}]}):
         assert set(leaves(hide_secrets(tree))) == {HIDDEN}
+
+
+@pytest.mark.parametrize("name", QUOTED)
+def test_secrets_are_hidden_where_a_text_quotes_them(name):
+    for tree in ({name: QUOTED[name]}, {"a": [{"b": {name: QUOTED[name]}}]}):
+        shown = hide_secrets(tree)
+        for secret in ("pw", KEY, "0123456789abcdef"):
+            assert secret not in json.dumps(shown)
+        assert HIDDEN in json.dumps(shown)
+        with pytest.raises(ValueError, match="hidden, as secrets are not stored"):
+            refuse_hidden(shown)
 
 
 def test_what_is_no_secret_stays():

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['MANIFEST', 'CheckpointError', 'check_seal', 'read_state', 'versions', 'checkpoints', 'latest', 'write_checkpoint',
-           'prune']
+           'prune', 'sweep']
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #085f5f08
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -24,11 +25,12 @@ from typing import Any
 from torch import Tensor
 
 from ..config import check_number
-from ..files import Lock, pack, sha256, unpack
+from ..files import pack, sha256, unpack
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #493abb4f
 MANIFEST = "manifest.json"
-_FORMAT = 1  # of checkpoints; others are refused by name
+_FORMAT = 2  # of checkpoints; 1, without a checksum of the manifest, is read too
+_CHECKSUM = ',\n "sha256": "'  # stands before the checksum of what stands before it
 
 
 class CheckpointError(ValueError):
@@ -49,23 +51,23 @@ def _seal(folder: Path, target: Path, about: Mapping[str, Any]) -> Path:
     paths = sorted(folder.iterdir())
     files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in paths}
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"format": _FORMAT, **about, "files": files}, indent=1))
+    text = json.dumps({"format": _FORMAT, **about, "files": files}, indent=1)[:-2]
+    manifest.write_text(text + _CHECKSUM + _digest(text) + '"\n}')
     for path in (*paths, manifest, folder):
         _to_disk(path)
     os.rename(folder, target)
     _to_disk(target.parent)
     return target
 
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
 # %% ../../nbs/lab/01_checkpoint.ipynb #cd2e32b4
 def check_seal(folder: str | Path) -> dict:
     "The manifest of a whole checkpoint; anything else is an error that names the file."
     folder = Path(folder)
     manifest = _manifest(folder)
-    if manifest["format"] != _FORMAT:
-        raise CheckpointError(
-            f"{folder.name!r} has format {manifest['format']!r}, this version reads {_FORMAT}. "
-            "Read it with the version that wrote it."
-        )
     for name, told in manifest["files"].items():
         if fault := _fault(folder, name, told):
             raise CheckpointError(fault)
@@ -73,13 +75,27 @@ def check_seal(folder: str | Path) -> dict:
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #18d3bbc6
 def _manifest(folder: Path) -> dict:
+    "The manifest of a folder, as it was written."
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        return {"format": None, "files": manifest["files"]} | manifest
+        text = (folder / MANIFEST).read_bytes().decode()
+        manifest = json.loads(text)
+        if manifest["format"] not in (1, _FORMAT):
+            raise CheckpointError(
+                f"{folder.name!r} has format {manifest['format']!r}, this version reads {_FORMAT}. "
+                "Read it with the version that wrote it."
+            )
+        before, sealed, end = text.rpartition(_CHECKSUM)
+        if manifest["format"] > 1 or sealed:
+            if end != _digest(before) + '"\n}':
+                raise ValueError("it was changed, its SHA-256 differs")
+        manifest["step"], manifest["order"], manifest["files"].items()  # are there
+        return {"metrics": {}, "versions": {}} | manifest
     except FileNotFoundError:
         raise CheckpointError(f"{folder.name!r} has no {MANIFEST}: it is no checkpoint.") from None
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise CheckpointError(f"{folder.name}/{MANIFEST} cannot be read: {e!r}.") from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+        if isinstance(e, CheckpointError):
+            raise
+        raise CheckpointError(f"{folder.name}/{MANIFEST} cannot be read: {e}.") from None
 
 
 def _fault(folder: Path, name: str, told: Mapping) -> str:
@@ -89,7 +105,7 @@ def _fault(folder: Path, name: str, told: Mapping) -> str:
         return f"{folder.name}/{MANIFEST} names {name!r}, not a file in its folder."
     if not path.is_file():
         return f"{folder.name}/{name} is missing."
-    size = path.stat().st_size
+    size, told = path.stat().st_size, {"bytes": None, "sha256": None} | dict(told)
     if size != told["bytes"]:
         return f"{folder.name}/{name} has {size} bytes instead of {told['bytes']}."
     same = sha256(path) == told["sha256"]
@@ -118,13 +134,17 @@ def read_state(
     make_task: Callable | None = None,  # builds the tasks in it, e.g. `Task`
 ) -> dict[str, Any]:
     "All parts of a state, bit for bit."
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    folder, state = Path(folder), {}
-    for part, tree in json.loads((folder / "state.json").read_text()).items():
-        path = folder / f"{part}.safetensors"
-        tensors = load_file(path) if path.exists() else {}
-        state[part] = unpack(tree, tensors, make_task=make_task)
+    state, path = {}, Path(folder, "state.json")
+    try:
+        for part, tree in json.loads(path.read_text()).items():
+            path = Path(folder, f"{part}.safetensors")
+            tensors = load_file(path) if path.exists() else {}
+            state[part] = unpack(tree, tensors, make_task=make_task)
+    except (OSError, ValueError, LookupError, AttributeError, SafetensorError) as e:
+        raise CheckpointError(f"{path} cannot be read: {e}.") from e
     return state
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #1aea95e3
@@ -139,22 +159,23 @@ def versions() -> dict[str, str]:
 
 
 def checkpoints(root: str | Path) -> list[Path]:
-    "Checkpoints in a folder by the order of saving, the newest first; not verified."
+    "Checkpoints in a folder by the order of saving, the newest first; of their files only the manifest is verified."
     order = {}
     for path in Path(root).glob("step_*"):
-        with contextlib.suppress(CheckpointError, KeyError):
+        with contextlib.suppress(CheckpointError):
             order[path] = _manifest(path)["order"]
     return sorted(order, key=lambda p: (order[p], p.name), reverse=True)
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #9b53e9e9
 def latest(root: str | Path) -> Path | None:
     "The newest whole checkpoint in a folder; damaged ones are named in a warning and passed over."
-    for path in checkpoints(root):
+    known = checkpoints(root)
+    for path in (*sorted(set(Path(root).glob("step_*")) - set(known)), *known):
         try:
             check_seal(path)
             return path
         except CheckpointError as e:
-            warnings.warn(f"{e} The checkpoint before it is used.", stacklevel=2)
+            warnings.warn(f"{e} It is passed over.", stacklevel=2)
     return None
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #00bb3c54
@@ -166,17 +187,9 @@ def write_checkpoint(
 ) -> Path:
     "Write a checkpoint; on any fault nothing is left of it."
     root = Path(root)
-    lock = Lock(root / "lock")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError as e:
-        raise CheckpointError(f"No checkpoint can be written in {root.name!r}: {e}.") from e
     new = root / f".step_{step:08d}.{secrets.token_hex(4)}"
     try:
-        for left in root.glob(".step_*"):  # of a writer that died: we hold the lock
-            shutil.rmtree(left, ignore_errors=True)
-        new.mkdir()
+        new.mkdir(parents=True)
         _write_state(new, state)
         known = checkpoints(root)
         finite = {k: v for k, v in (metrics or {}).items() if v is not None and math.isfinite(v)}
@@ -187,7 +200,6 @@ def write_checkpoint(
         raise CheckpointError(f"The checkpoint of step {step} could not be written: {e}.") from e
     finally:
         shutil.rmtree(new, ignore_errors=True)
-        lock.release()
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #f5346168
 def _free_name(root: Path, step: int) -> Path:
@@ -211,12 +223,21 @@ def prune(
     for path in checkpoints(root):
         manifest = _manifest(path)
         sizes = {path / k: v["bytes"] for k, v in manifest["files"].items()}
-        if all(p.exists() and p.stat().st_size == n for p, n in sizes.items()):
+        whole = all(p.exists() and p.stat().st_size == n for p, n in sizes.items())
+        if whole and not path.is_symlink():
             score[path] = manifest["metrics"].get(metric)
     best = sorted((p for p in score if score[p] is not None), key=lambda p: -score[p])
     kept = {*list(score)[:keep_last], *best[:keep_best]}
     gone = [p for p in score if p not in kept]
     for path in gone:
-        (path / MANIFEST).unlink()
-        shutil.rmtree(path, ignore_errors=True)
+        hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        shutil.rmtree(path.rename(hidden), ignore_errors=True)
     return [p.name for p in gone]
+
+# %% ../../nbs/lab/01_checkpoint.ipynb #c937fefc
+def sweep(root: str | Path) -> None:  # for the one who holds the run's lock
+    "Remove what was left in a folder of checkpoints by writing and removing that was killed."
+    for path in (*Path(root).glob(".step_*"), *Path(root).glob("step_*")):
+        left = path.name[0] == "." or not (path / MANIFEST).exists()
+        if left and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)

@@ -6,11 +6,14 @@
 __all__ = ['display_mode', 'Progress']
 
 # %% ../../nbs/lab/01_progress.ipynb #89076046
+import contextlib
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from ..processes import say
 
 # %% ../../nbs/lab/01_progress.ipynb #d2ea5584
 def display_mode() -> str:
@@ -45,6 +48,9 @@ def _glance(metrics: Mapping[str, Any]) -> dict[str, str]:
     return out
 
 # %% ../../nbs/lab/01_progress.ipynb #f322dd92
+_GONE = contextlib.suppress(OSError, ValueError)  # a terminal that was closed ends no training
+
+
 class Progress:
     "A bar in notebooks and terminals, plain lines elsewhere."
 
@@ -65,13 +71,15 @@ class Progress:
         if self.mode in ("notebook", "terminal"):
             from tqdm.auto import tqdm
 
-            self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True)
+            with _GONE:
+                self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         "Show that so many steps are done, and the row of the last one."
         if self.bar is not None:
             self.bar.set_postfix(_glance(metrics), refresh=False)
-            self.bar.update(step - self.done)
+            with _GONE:
+                self.bar.update(step - self.done)
         self.done = step
         now = self.clock()
         due = self.shown is None or now - self.shown >= self.every or step >= self.total
@@ -79,9 +87,9 @@ class Progress:
             self.shown = now
             left = (now - self.begun) / max(step - self.start, 1) * (self.total - step)
             numbers = "  ".join(f"{k} {v}" for k, v in _glance(metrics).items())
-            line = f"step {step}/{self.total}  {numbers}  {left:.0f} s left"
-            print(line, file=self.file, flush=True)
+            say(f"step {step}/{self.total}  {numbers}  {left:.0f} s left", file=self.file)
 
     def close(self) -> None:
         if self.bar is not None:
-            self.bar.close()
+            with _GONE:
+                self.bar.close()

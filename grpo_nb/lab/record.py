@@ -28,7 +28,8 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..config import one_of
-from ..files import Appender, Lock, hide_secrets, json_line, plain, read_jsonl, write_atomic
+from ..files import Appender, Lock, hide_secrets, json_line, plain, read_jsonl
+from ..files import secret_texts, write_atomic
 from .frames import flat_keys, metric_row, rows_to_frame, sample_rows, sample_view
 
 # %% ../../nbs/lab/01_record.ipynb #a8cc0939
@@ -111,17 +112,13 @@ class Run:
     def __init__(self, dir: str | Path):
         self.dir = Path(dir)
         self._lock = self._mirror = self._last = None
-        self._files, self._warned = {}, set()
+        self._files, self._warned, self._secrets = {}, set(), []
         self._status, self._status_at = {}, 0.0
-
-    def _json(self, name: str) -> dict:
-        path = self.dir / name
-        return json.loads(path.read_text()) if path.exists() else {}
 
     @property
     def status(self) -> dict:
         "State (running, finished, failed, interrupted), last step, times."
-        return self._json("status.json")
+        return _read_tree(self.dir / "status.json")
 
     @property
     def name(self) -> str:
@@ -129,7 +126,42 @@ class Run:
 
     @property
     def environment(self) -> dict:
-        return self._json("environment.json")
+        return _read_tree(self.dir / "environment.json")
+
+    @property
+    def config(self) -> dict:
+        "The configuration the run was made with."
+        return _read_tree(self.dir / "config.yaml")
+
+    def __repr__(self) -> str:
+        state, step = (self.status.get(k) for k in ("state", "step"))
+        return f"Run({self.name!r}, {state or 'unknown'}, last step {step})"
+
+# %% ../../nbs/lab/01_record.ipynb #612392ae
+def _read_tree(path: Path) -> dict:
+    "A JSON or YAML file as a mapping; empty where there is none, or none that can be read."
+    import yaml
+
+    if not path.exists():
+        return {}
+    try:
+        read = json.loads if path.suffix == ".json" else yaml.safe_load
+        if isinstance(tree := read(path.read_text(encoding="utf-8")), dict):
+            return tree
+        said = "it holds no mapping"
+    except (OSError, ValueError, yaml.YAMLError) as e:
+        said = " ".join(str(e).split())
+    warnings.warn(f"{path} is damaged and left out: {said}.", stacklevel=3)
+    return {}
+
+
+def _write_tree(path: Path, tree: Mapping) -> None:
+    "Replace such a file, secrets hidden."
+    import yaml
+
+    tree = hide_secrets(tree)
+    text = json.dumps(tree, indent=1) if path.suffix == ".json" else ""
+    write_atomic(path, text or yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
 # %% ../../nbs/lab/01_record.ipynb #6a192d88
 @patch(cls_method=True)
@@ -143,21 +175,6 @@ def open(cls: Run, dir: str | Path) -> Run:
             f"No run in {str(dir)!r}: it has no status.json or metrics.jsonl.{hint}"
         )
     return cls(dir)
-
-# %% ../../nbs/lab/01_record.ipynb #3644f237
-@patch(as_prop=True)
-def config(self: Run) -> dict:
-    "The configuration the run was made with."
-    import yaml
-
-    path = self.dir / "config.yaml"
-    return (yaml.safe_load(path.read_text()) if path.exists() else None) or {}
-
-
-@patch
-def __repr__(self: Run) -> str:
-    state, step = (self.status.get(k) for k in ("state", "step"))
-    return f"Run({self.name!r}, {state or 'unknown'}, last step {step})"
 
 # %% ../../nbs/lab/01_record.ipynb #2e11ff89
 @patch
@@ -226,8 +243,10 @@ class _WandbMirror:
         with self.guard("start"):
             import wandb
 
-            quiet = {"console": "off"} | ({"silent": True} if mode != "online" else {})
-            args = {"project": "grpo_nb", "settings": wandb.Settings(**quiet)} | args
+            how = {"console": "off"} | ({"silent": True} if mode != "online" else {})
+            # the command line, the user and the address of the repository stay here
+            how |= {"x_disable_meta": True, "x_disable_machine_info": True, "disable_git": True}
+            args = {"project": "grpo_nb", "settings": wandb.Settings(**how)} | args
             self.run = wandb.init(**args | asked | {"mode": mode})
             # the step is a metric of its own: wandb's own counter cannot go back when a run resumes
             self.run.define_metric("*", step_metric="step")
@@ -300,12 +319,13 @@ def _start(self: Run, new: bool = False) -> None:
     for name in ("metrics", "samples", "events"):
         self._files[name] = Appender(self.dir / f"{name}.jsonl")
     self._last = (self._files["metrics"].last or {}).get("step")
-    was = {} if new else {"step": self._last, "was": self._status.get("state")}
+    self._came = self._last, self._status.get("state")
+    was = {} if new else dict(zip(("step", "was"), self._came))
     self.event("start" if new else "resume", **was)
     for f in self._files.values():
         if f.cut:
             self.event("broken_line", file=f.path.name, bytes=f.cut)
-    self._write_status(state="running")
+    self.mark("running")
 
 # %% ../../nbs/lab/01_record.ipynb #0ea51b4d
 def _close_files(files: dict, lock: Lock) -> None:
@@ -319,10 +339,25 @@ def _now() -> str:
 
 
 @patch
-def _write_status(self: Run, **changes) -> None:
+def _append(self: Run, name: str, rows: Sequence[Mapping]) -> None:
+    "Append to one of the files; rows that cannot be written wait for the next call."
+    try:
+        self._files[name].write(rows)
+    except OSError as e:
+        said = f"{name}.jsonl cannot be written ({e}): its rows wait in memory until it can"
+        self.warn(f"{name}.jsonl", said)
+
+
+@patch
+def mark(self: Run, state: str | None = None, **changes) -> None:
+    "Write the state without closing the run: a script that trains may end or wait at any time."
+    changes |= {"state": state} if state else {}
     self._status |= {"step": self._last, "updated": _now()} | changes
     self._status_at = time.monotonic()
-    write_atomic(self.dir / "status.json", json.dumps(self._status, indent=1), sync=False)
+    try:
+        _write_tree(self.dir / "status.json", self._status)
+    except OSError as e:
+        self.warn("status.json", f"status.json cannot be written ({e})")
 
 # %% ../../nbs/lab/01_record.ipynb #6d9a7f25
 @patch(cls_method=True)
@@ -338,21 +373,22 @@ def create(
 ) -> Run:
     "A new run, or with `resume` the one that is there."
     one_of("if_exists", if_exists, ("raise", "number"))
-    dir, config = Path(dir), hide_secrets(plain({} if config is None else config))
+    dir, given = Path(dir), plain({} if config is None else config)
+    config = hide_secrets(given)
     if not isinstance(config, dict):
         raise ValueError(f"A configuration is a mapping or a dataclass, got {config!r}.")
-    if resume and is_run(dir):
-        run = cls(dir)
-        run._continue(config)
-    else:
-        run = cls(_free_folder(dir, if_exists))
-        run._make(config, name or run.dir.name, seeds)
+    again = resume and is_run(dir)
+    run = cls(dir if again else _free_folder(dir, if_exists))
+    run._secrets = secret_texts(given, config)
+    run.dir.mkdir(parents=True, exist_ok=True)
+    run._start(new=not again)
+    run._describe(config, name or run.dir.name, seeds)
     if wandb:
         args = dict(dir=str(run.dir), name=run.name, config=config)
         if id := run._status.get("wandb_id"):
             args |= {"id": id, "resume": "allow"}
         run._mirror = _WandbMirror(wandb, args, run.warn)
-        run._write_status(wandb_id=getattr(run._mirror.run, "id", id))
+        run.mark(wandb_id=getattr(run._mirror.run, "id", id))
     return run
 
 # %% ../../nbs/lab/01_record.ipynb #5bb8e91c
@@ -372,30 +408,21 @@ def _free_folder(dir: Path, if_exists: str) -> Path:
 
 # %% ../../nbs/lab/01_record.ipynb #e442e656
 @patch
-def _make(self: Run, config: dict, name: str, seeds: Any) -> None:
-    "Lay out the directory of a new run."
-    import yaml
-
-    self.dir.mkdir(parents=True, exist_ok=True)
-    self._start(new=True)
-    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-    write_atomic(self.dir / "config.yaml", text)
-    env = environment(seeds if seeds is not None else config.get("seed"))
-    write_atomic(self.dir / "environment.json", json.dumps(env, indent=1))
-    self._write_status(name=name, started=_now())
-
-# %% ../../nbs/lab/01_record.ipynb #d6865fad
-@patch
-def _continue(self: Run, config: dict) -> None:
-    "Become the writer of a run that exists, and say where the configuration is another one."
-    self._start()
+def _describe(self: Run, config: dict, name: str, seeds: Any) -> None:
+    "Write configuration and environment where they are missing; say where the configuration is another one."
     old, new = flat_keys(self.config), flat_keys(config)
     changed = {k: [old.get(k), new.get(k)] for k in old | new if old.get(k) != new.get(k)}
-    if changed and new:
+    if not old:
+        _write_tree(self.dir / "config.yaml", config)
+    elif changed and new:
         self.event("config_changed", changes=changed)
         self.warn("config", f"configuration differs from the run's in: {', '.join(changed)}")
+    if not self.environment:
+        env = environment(seeds if seeds is not None else config.get("seed"))
+        _write_tree(self.dir / "environment.json", env)
+    self.mark(**{"name": name, "started": _now()} | self._status)
 
-# %% ../../nbs/lab/01_record.ipynb #33c95801
+# %% ../../nbs/lab/01_record.ipynb #d6865fad
 @patch
 def log(
     self: Run,
@@ -410,14 +437,14 @@ def log(
             f"Step {row['step']} after step {self._last}: a step has one row. Log all its metrics together; when "
             f"resuming, call run.truncate_after({row['step'] - 1}) first."
         )
-    self._files["metrics"].write([row])
     self._last = row["step"]
+    self._append("metrics", [row])
     if time.monotonic() - self._status_at > self.status_every:
-        self._write_status()
+        self.mark()
     if self._mirror is not None:
         self._mirror.log(row)
 
-# %% ../../nbs/lab/01_record.ipynb #7f1e9cf5
+# %% ../../nbs/lab/01_record.ipynb #deca60e6
 @patch
 def log_samples(
     self: Run,
@@ -427,7 +454,7 @@ def log_samples(
     "Append samples of a step, capped by `max_rows` and `max_chars`."
     self._start()
     rows, dropped = sample_rows(step, rows, self.max_rows, self.max_chars)
-    self._files["samples"].write(rows)
+    self._append("samples", rows)
     if self._mirror is not None:
         self._mirror.log_samples(step, rows)
     return dropped
@@ -437,8 +464,8 @@ def log_samples(
 def event(self: Run, kind: str, **fields) -> None:
     "Append an event (start, resume, warning, stop, ...) with the time and any plain data."
     self._start()
-    row = {"time": _now(), "kind": kind} | hide_secrets(plain(fields, kind))
-    self._files["events"].write([row])
+    told = hide_secrets(plain(fields, kind), known=self._secrets)
+    self._append("events", [{"time": _now(), "kind": kind} | told])
 
 # %% ../../nbs/lab/01_record.ipynb #89d38611
 @patch
@@ -451,31 +478,40 @@ def warn(self: Run, key: str, message: str, **fields) -> None:
 
 # %% ../../nbs/lab/01_record.ipynb #0fc310a6
 @patch
-def mark(self: Run, state: str) -> None:
-    "Write the state without closing the run: a script that trains may end or wait at any time."
-    with contextlib.suppress(OSError):  # a full disk is told by what cannot do without it
-        self._write_status(state=state)
+def flush(self: Run) -> None:
+    "Write what waits, down to the disk; an OSError says which rows cannot be written."
+    for file in self._files.values():
+        file.write()
+        os.fsync(file.file.fileno())
 
 
 @patch
 def close(
     self: Run,
-    state: str = "finished",  # or failed, interrupted, stopped
+    state: str | None = None,  # finished, failed, interrupted or stopped; None: as it was marked
 ) -> None:
     "Write the final status, finish wandb, give the lock back; a second call does nothing."
     if self._lock is None or not self._lock.held:
         return
+    if state is None:
+        state = self._status["state"]
+        if state == "running":  # nothing was logged: as it was found, which may be killed
+            was = self._came[1] if self._last == self._came[0] else None
+            state = {None: "finished", "running": "stopped"}.get(was, was)
     if self._mirror is not None:
         self._mirror.close(exit_code=int(state == "failed"))
     self.event("close", state=state, step=self._last)
-    self._write_status(state=state)
-    self._finalizer()
+    self.mark(state)
+    try:
+        self.flush()
+    finally:
+        self._finalizer()
 
 # %% ../../nbs/lab/01_record.ipynb #03798650
 def _keep_until(path: Path, step: int) -> int:
     "Rewrite a file without the rows of later steps and without broken ones; says how many."
     rows, broken = read_jsonl(path)
-    keep = [r for r in rows if r.get("step", 0) <= step]
+    keep = [r for r in rows if type(r.get("step")) is int and r["step"] <= step]
     removed = len(rows) + len(broken) - len(keep)
     if removed:
         write_atomic(path, b"".join(map(json_line, keep)))
@@ -491,18 +527,18 @@ def truncate_after(
     self._start()
     removed = {}
     for name in ("metrics", "samples"):
-        path = self._files[name].path
+        self._files[name].write()
         self._files[name].close()
-        if n := _keep_until(path, step):
+        if n := _keep_until(self._files[name].path, step):
             removed[name] = n
-        self._files[name] = Appender(path)
+        self._files[name] = Appender(self._files[name].path)
     self._last = (self._files["metrics"].last or {}).get("step")
     if removed:
         self.event("truncate", step=step, removed=removed)
     if step > (self._last or 0):
         said = f"continues after step {step}, but its metrics end at {self._last}"
         self.warn("missing_rows", said)
-    self._write_status()
+    self.mark()
     return removed
 
 # %% ../../nbs/lab/01_record.ipynb #2372ce05
