@@ -9,9 +9,9 @@ __all__ = ['SELECTORS', 'TaskSelectorConfig', 'BaseSelector', 'check_chosen', 'm
            'GresoSelector']
 
 # %% ../nbs/method/02_selectors.ipynb #6dcc1d93
-import importlib
 import random
 import reprlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
@@ -38,7 +38,9 @@ from .difficulty import EstimatorConfig, PassRateEstimator, pool_feedback
 class TaskSelectorConfig:
     "Which selector a taskset uses."
 
-    selector_type: str = "sequential"  # a name in SELECTORS, or a dotted path to a class
+    selector_type: str = (
+        "sequential"  # a name in SELECTORS, or module.Class of a module that is imported
+    )
     seed: int = 42  # of everything random in the selector
     feature_keys: list[str] = field(default_factory=list)  # columns of the data source
     kwargs: dict[str, Any] = field(default_factory=dict)  # the selector's own parameters
@@ -217,7 +219,7 @@ def make_selector(
     | Callable
     | None = None,  # None is `sequential`; a class, or a function (selector, batch_size)
 ) -> BaseSelector:
-    "The selector a config names; a dotted path is imported, a function becomes the `pick` of a selector."
+    "The selector a config names; a function becomes the `pick` of a selector. Nothing is imported by name."
     given = config
     config = TaskSelectorConfig.of(given.__name__ if callable(given) else given)
     name = config.selector_type
@@ -225,7 +227,11 @@ def make_selector(
         kind = given
     elif name not in SELECTORS and "." in name:
         module, _, attribute = name.rpartition(".")
-        kind = getattr(importlib.import_module(module), attribute)
+        kind = getattr(sys.modules.get(module), attribute, None)
+        if not (isinstance(kind, type) and issubclass(kind, BaseSelector)):
+            raise ValueError(
+                f"selector {name!r} is no selector class of a module that is imported."
+            )
     else:
         kind = SELECTORS[name]
     if not isinstance(kind, type):

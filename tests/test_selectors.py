@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -248,6 +249,10 @@ def test_data_sources():
 def test_a_dotted_path_names_a_class():
     s = make_selector({"x": [0, 1]}, "grpo_nb.selectors.SequentialSelector")
     assert s.get_indices(3).tolist() == [0, 1, 0]
+    for name in ("evil.x.Selector", "os.system", "this.s"):  # nothing is imported by name
+        with pytest.raises(ValueError, match="no selector class of a module that is imported"):
+            make_selector({"x": [0, 1]}, name)
+    assert "this" not in sys.modules
 
 
 FEATURES = {"a": np.array([0.1, 0.2]), "b": np.array([0.5, 0.4]), "far": np.array([0.1, 3.0]), "text": np.array(["x", "y"])}  # fmt: skip

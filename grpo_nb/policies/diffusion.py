@@ -20,7 +20,8 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..config import check_number, one_of
-from ..core import Registry, Rollout
+from ..core import Registry, Rollout, check_finite
+from .loading import damaged_file, find_device
 from .samplers import Sampler, per_row, wide_dtype
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #1fddf597
@@ -355,6 +356,7 @@ def _rollout(
     more = {"condition": condition_N, "frames": frames_NF}
     final, length_N = x.cpu(), [None] * n if frames_NF is None else frames_NF.sum(1).tolist()
     old_logp_NS = logp_NS.cpu()
+    check_finite(self.model, x)
     if self.reduce == "trajectory":
         old_logp_NS = old_logp_NS.sum(1, keepdim=True)
     return Rollout(
@@ -567,12 +569,14 @@ def from_pretrained(
     device: str = "cpu",
     **kwargs,  # arguments of DiffusionPolicy that replace stored ones
 ) -> DiffusionPolicy:
-    "Load a stored policy."
+    "Load a stored policy; a ValueError says what is missing or damaged."
     from safetensors.torch import load_model
 
     path = Path(path)
     if not (path / "policy.json").is_file():
         raise ValueError(f"No policy.json in {path}: give a folder written by save_pretrained.")
+    if broken := damaged_file(path):
+        raise ValueError(f"{path}: {broken}.")
     s = json.loads((path / "policy.json").read_text(encoding="utf-8"))
     if model is None and s["denoiser"] is None:
         raise ValueError(
@@ -586,4 +590,4 @@ def from_pretrained(
     load_model(model, str(path / "model.safetensors"))
     columns = {k: tuple(v) if isinstance(v, list) else v for k, v in s["sampler"].items()}
     kept = {k: s[k] for k in ("shape", "condition", "null_condition", *_SETTINGS)}
-    return cls(model.to(device), Sampler(**columns), **(kept | kwargs))
+    return cls(model.to(find_device(device)), Sampler(**columns), **(kept | kwargs))

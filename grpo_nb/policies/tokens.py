@@ -100,9 +100,9 @@ def _stop_ids(stop: int | str | list | None, tokenizer) -> list[int]:
     found = []
     for x in [] if stop is None else [stop] if isinstance(stop, (int, str)) else stop:
         ids = tokenizer(x, add_special_tokens=False).input_ids if isinstance(x, str) else [x]
-        if len(ids) != 1:
+        if len(ids) != 1 or type(ids[0]) is not int:
             raise ValueError(
-                f"stop={x!r} is {len(ids)} tokens of this tokenizer: a stop is 1 token."
+                f"stop={x!r} is not one token of this tokenizer: give ids or texts that are."
             )
         found += ids
     return found
@@ -233,7 +233,7 @@ def _is_message(m) -> bool:
 def _template_marks(self: TokenPolicy) -> set[str]:
     "Special tokens that the chat template writes around a message."
     tokenizer = self.tokenizer
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    text = self._rendered([{"role": "user", "content": "x"}])
     added = tokenizer.added_tokens_decoder.values()
     return {t.content for t in added if t.special and t.content in text}
 
@@ -244,7 +244,11 @@ def _templated(self: TokenPolicy, messages: list[dict]) -> str:
     begun = messages[-1]["role"] == "assistant"
     if begun and not messages[-1]["content"]:
         messages, begun = messages[:-1], False
-    end = {"add_generation_prompt": not begun, "continue_final_message": begun}
+    return self._rendered(messages, add_generation_prompt=not begun, continue_final_message=begun)
+
+
+@patch
+def _rendered(self: TokenPolicy, messages: list[dict], **end) -> str:
     try:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, **end)
     except Exception as e:  # templates raise jinja's errors, and whatever their filters raise
