@@ -213,6 +213,12 @@ def max_steps(self: TasksetScheduler) -> int | None:
     "Reads of batch_size in the whole run; None without an end."
     return None if self.total_samples is None else self.total_samples // self.batch_size
 
+
+@patch(as_prop=True)
+def left(self: TasksetScheduler) -> int | None:
+    "Tasks to the end of the run, at the end those too few for a batch; None without an end."
+    return None if self.total_samples is None else self.total_samples - self.cursor
+
 # %% ../nbs/method/03_scheduler.ipynb #1b56b632
 @patch
 def read(

@@ -157,6 +157,11 @@ class Paused(Exception):
 class EndOfTasks(Exception):
     "The stream of tasks has come to its end."
 
+    def __init__(self, stream):
+        left = getattr(stream, "left", 0)
+        over = f", {left} left over, too few for a batch," if left else ""
+        super().__init__(f"The tasks have come to their end{over}")
+
 
 def _tells_errors(f):
     "What breaks a step off is told to the callbacks; a pause and the end of the tasks break nothing."
@@ -224,7 +229,7 @@ def draw(
         return self._fill_batch()
     rollout = self.sample(self.config.train_batch_size if tasks is None else tasks)
     if rollout is None:
-        raise EndOfTasks("The stream of tasks has come to its end.")
+        raise EndOfTasks(self.stream)
     rollout = self.reward(rollout)
     self._tell_stream(rollout)
     return rollout
@@ -240,7 +245,7 @@ def _fill_batch(self: GRPO) -> Rollout | None:
         raise Paused
     self.batch_rows["filter"] = found.metrics
     if found.outcome == "end":
-        raise EndOfTasks("The stream of tasks has come to its end.")
+        raise EndOfTasks(self.stream)
     return found.rollout
 
 # %% ../nbs/method/04_trainer.ipynb #4b0aa301
@@ -548,8 +553,8 @@ def fit(
                 self.stop = self.diagnosis()
     except Paused:
         pass
-    except EndOfTasks:
-        self._end_fit("The tasks have come to their end")
+    except EndOfTasks as end:
+        self._end_fit(str(end))
     except BaseException as error:
         self.stop = error
         raise

@@ -1,5 +1,6 @@
 "Scheduler, selectors and filter groups together: a run killed at any point continues as if nothing had happened."
 
+import json
 import pickle
 
 import numpy as np
@@ -226,6 +227,26 @@ def test_recipe_trains_two_steps(tmp_path, capsys):
     rows = LoggedRun.open(tmp_path / "run").frame()
     assert len(rows) == 2 and (rows["selection/groups"] == 8).all()
     assert rows["selection/pass_rate"].between(0, 1).all()
+
+
+@pytest.mark.parametrize("size,code,left", [(32, 1, 10), (4, 0, 2)])
+def test_a_stream_that_ends_counts_what_is_left_and_nothing_trained_is_an_error(
+    tmp_path, capsys, size, code, left
+):
+    rows = data_path("tasks/easy_train.jsonl").read_text().splitlines()[:10]
+    (tmp_path / "ten.jsonl").write_text("\n".join(rows))
+    options = [
+        f"tasks.tasksets=[{{path: {tmp_path}/ten.jsonl, name: ten}}]", "tasks.epochs=1",
+        f"train_batch_size={size}", "num_generations=2", "eval.limit=2", "eval.samples=1",
+        "policy.max_new_tokens=4", "run.progress=false", f"run.dir={tmp_path}/run",
+    ]  # fmt: skip
+    assert main(["train", *options]) == code
+    said = capsys.readouterr()
+    assert ("nothing was trained" in said.err) == ("held-out accuracy" not in said.out) == code
+    run = LoggedRun.open(tmp_path / "run")
+    assert json.loads((run.dir / "status.json").read_text())["state"] != "finished" or not code
+    ended = run.events().query("kind == 'ended'")
+    assert ended["tasks_left"].tolist() == [left] and f"{left} left over" in ended["reason"].item()
 
 
 def test_recipe_without_its_curriculum():
