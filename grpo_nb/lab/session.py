@@ -25,17 +25,19 @@ from torch import Tensor
 
 from ..config import Count, Natural, NonNegative, config_tree, configuration
 from ..core import Rollout
-from ..files import RunLocked, hide_secrets, plain, read_jsonl
+from ..files import hide_secrets, plain, read_jsonl
 from grpo_nb.lab.checkpoint import (
     CheckpointError,
     check_seal,
     latest,
     prune,
     read_state,
+    sweep,
     write_checkpoint,
 )
 from .progress import Progress
 from .record import Run, is_run, is_timing
+from ..processes import say
 from ..tasks import Task
 from ..trainer import GRPO
 
@@ -63,7 +65,9 @@ class CheckpointConfig:
     keep_last: Count = 2  # newest ones kept
     keep_best: Natural = 0  # best ones kept besides
     best: str = "eval_sampled"  # metric that says which is best
-    on_error: Literal["warn", "raise"] = "warn"  # if one cannot be written: train on, or stop
+    on_error: Literal["warn", "raise"] = (
+        "warn"  # one cannot be written: fail when `fit` ends, or now
+    )
 
 # %% ../../nbs/lab/02_session.ipynb #29e06a35
 class Interrupts:
@@ -88,10 +92,7 @@ class Interrupts:
             raise KeyboardInterrupt
         self.asked = signal.Signals(signum).name
         self.wish(self.asked)
-        with contextlib.suppress(RuntimeError):  # the signal came while something was printed
-            print(
-                f"\n{self.asked}: finishing this step, then {self.then}; once more stops at once."
-            )
+        say(f"\n{self.asked}: finishing this step, then {self.then}; once more stops at once.")
 
     def close(self):
         for s, handler in self.old.items():
@@ -111,6 +112,7 @@ class Session:
         self.closed = False  # the record
         self.saved_at = time.monotonic()  # the last checkpoint
         self.saved_step = None
+        self.unsaved = None  # why the last checkpoint could not be written
         self.fitting = False
         self.interrupts = None
         self.interrupted = None  # name of the signal that ended the last `fit`
@@ -167,21 +169,25 @@ def on_fit_end(self: Session, trainer: GRPO):
         self.bar.close()
         self.bar = None
     if isinstance(trainer.stop, BaseException):
-        self.mark("failed")
+        self.mark("interrupted" if isinstance(trainer.stop, KeyboardInterrupt) else "failed")
         return
     self.interrupted = self.interrupts.asked
     if self.interrupted:
         where = " while its next batch is collected" if self.between_batches else ""
-        print(f"Stopped after step {trainer.step_done}{where}; fit() goes on from here.")
+        say(f"Stopped after step {trainer.step_done}{where}; fit() goes on from here.")
         if self.run is not None:
             self.run.event("interrupted", step=trainer.step_done, signal=self.interrupted)
     elif self.run is not None and isinstance(trainer.stop, str):
         left = getattr(trainer.stream, "left", None)
         self.run.event("ended", step=trainer.step_done, reason=trainer.stop, tasks_left=left)
-    self._autosave(end=True)
+    try:
+        self._autosave(end=True)
+    except (CheckpointError, OSError):
+        self.mark("failed")
+        raise
     bad = trainer.bad_steps >= trainer.config.max_bad_steps
     if self.interrupted or bad:
-        print(self.how_to_go_on())
+        say(self.how_to_go_on())
     done = trainer.step_done >= trainer.config.steps and not bad
     self.mark("interrupted" if self.interrupted else "finished" if done else "stopped")
 
@@ -263,7 +269,7 @@ def _say_broken_off(self: Session):
     "What state a broken update has left, and how to go on."
     n = self.trainer.step_done
     if not self.begun:
-        print(
+        say(
             f"The update of step {n + 1} was broken off before its first optimizer step: weights and optimizer are those of step {n}; "
             "fit() goes on with new samples."
         )
@@ -276,7 +282,7 @@ def _say_broken_off(self: Session):
         f"The update of step {n + 1} was broken off in the middle: weights and optimizer are neither those of step {n} nor of step "
         f"{n + 1}, so they are not trained on and not saved. To go on: {go_on}."
     )
-    print(self.half)
+    say(self.half)
 
 # %% ../../nbs/lab/02_session.ipynb #6ad38241
 @patch
@@ -355,10 +361,11 @@ def _open_record(self: Session):
         try:
             self._load_newest(Path(folder) / "checkpoints")
         except BaseException:
-            run.close("stopped")
+            run.close()
             raise
     self.run, self.closed = run, False
     self._open_log()
+    sweep(run.dir / "checkpoints")
     if again:
         run.truncate_after(self.trainer.step_done)
         self.trainer.history = read_jsonl(run.dir / "metrics.jsonl")[0]
@@ -405,7 +412,7 @@ def _load_newest(
             "version that wrote them, or move that folder away to start again from step 0."
         )
     else:
-        print("The run has no checkpoint yet: it starts again from step 0.")
+        say("The run has no checkpoint yet: it starts again from step 0.")
 
 # %% ../../nbs/lab/02_session.ipynb #743ec49a
 @patch
@@ -426,7 +433,13 @@ def _save_state(
             raise ValueError("Where to? Give save() a folder, or set run.dir.")
         self._open_record()
         root = self.run.dir / "checkpoints"
+        self.run.flush()  # no checkpoint without the rows before it
     state = trainer.state_dict()
+    if odd := [k for k, v in state["policy"].items() if not torch.isfinite(v).all()]:
+        raise CheckpointError(
+            f"The weights after step {trainer.step_done} are not finite ({', '.join(odd[:3])}), so they are not saved; "
+            "the last checkpoint stays the newest."
+        )
     state["trainer"]["config"] = hide_secrets(plain(config_tree(trainer.config)))
     state["trainer"]["functions"] = functions_in(trainer.config)
     row = trainer.history[-1] if trainer.history else {}
@@ -468,16 +481,17 @@ def _autosave(
     late = c.seconds is not None and time.monotonic() - self.saved_at >= c.seconds
     due = c.every and step and step % c.every == 0 and not self.between_batches
     new = self.between_batches or step != self.saved_step
-    if not new or not (late or due or end and c.at_end):
+    if not new or not (late or due or end and (c.at_end or self.unsaved)):
         return
     try:
         self._save_state()
+        self.unsaved = None
         prune(self.run.dir / "checkpoints", c.keep_last, c.keep_best, c.best)
-    except (CheckpointError, RunLocked) as e:
-        if c.on_error == "raise":
-            raise
-        self.saved_at = time.monotonic()
+    except (CheckpointError, OSError) as e:
+        self.saved_at, self.unsaved = time.monotonic(), e
         self.run.event("checkpoint_failed", step=step, error=str(e))
+        if end or c.on_error == "raise":
+            raise
         warnings.warn(f"{e} Training goes on.", stacklevel=2)
 
 # %% ../../nbs/lab/02_session.ipynb #9e3b07fa
@@ -550,7 +564,8 @@ def save(
 @patch
 def close(
     self: GRPO,
-    state: str = "finished",  # of the run: finished, interrupted, failed, stopped
+    state: str
+    | None = None,  # of the run: finished, interrupted, failed, stopped; None: what `fit` left
 ):
     "End the record and the reward workers; a later `fit` goes on."
     session = session_of(self)
@@ -558,10 +573,10 @@ def close(
     if hasattr(self.stream, "close"):
         self.stream.close()
     if session.run is not None:
-        session.run.close(state)
         logging.getLogger("grpo_nb").removeHandler(session.log)
         session.log.close()
         session.closed = True
+        session.run.close(state)
 
 # %% ../../nbs/lab/02_session.ipynb #ec0e17da
 IGNORED = ("seconds", "seconds_trained")  # times
