@@ -103,7 +103,7 @@ class _RewardRecord:
     def __init__(self, components: Sequence[str], n: int, config: RewardConfig):
         self.components, self.config = list(components), config
         shape = (n, len(self.components))
-        self.values = np.full(shape, np.nan)  # (N, R), or (N, R, K) once a row has come
+        self.values = np.full((*shape, 1), np.nan)  # (N, R, K)
         self.outcomes_NR, self.ms_NR = np.full(shape, "", object), np.zeros(shape)
         self.failures: list[Failure] = []
         self.metrics: dict[str, list] = {}  # what functions gave to log_metric
@@ -118,11 +118,13 @@ def add(
     result: CallResult,  # what came of it
 ) -> None:
     "File a result; raises RewardError where the run must stop."
+    values = (
+        np.full((len(rows), len(columns), 1), np.nan) if result.values is None else result.values
+    )
+    self._widen(values.shape[2], columns[0])
     for i, n in enumerate(rows):
         for j, r in enumerate(columns):
-            value = np.nan if result.values is None else result.values[i, j]
-            self._widen(np.shape(value), n, r)
-            self.values[n, r] = self._file(n, r, value, result)
+            self.values[n, r] = self._file(n, r, values[i, j], result)
             self.ms_NR[n, r] = result.ms
     for name, numbers in result.logged.get("metrics", {}).items():
         name = f"reward/{self.components[columns[0]]}/{name}"
@@ -133,14 +135,15 @@ def add(
 
 # %% ../nbs/method/03_reward_runner.ipynb #992fe5f6
 @patch
-def _widen(self: _RewardRecord, row: tuple[int, ...], n: int, r: int) -> None:
+def _widen(self: _RewardRecord, ranks: int, r: int) -> None:
     "Make room for rows of K ranks, and a number counts at each; rows of another length are a RewardError."
-    if row and self.values.ndim == 2:
-        self.values = np.repeat(self.values[:, :, None], *row, 2)
-    if row and row != self.values.shape[2:]:
+    have = self.values.shape[2]
+    if have == 1 < ranks:
+        self.values = np.repeat(self.values, ranks, 2)
+    elif 1 < ranks != have:
         raise RewardError(
-            f"Rows must have one number of ranks K, got {self.values.shape[2]} and, from {self.components[r]!r}, sample "
-            f"{n}, {row[0]}. Pad short lists with None."
+            f"Rows must have one number of ranks K, got {have} and, from {self.components[r]!r}, {ranks}. Pad short "
+            "lists with None."
         )
 
 # %% ../nbs/method/03_reward_runner.ipynb #ce993cb9
@@ -150,7 +153,7 @@ def _file(self: _RewardRecord, n: int, r: int, value: Any, result: CallResult) -
     name, outcome, message = self.components[r], result.outcome, result.message
     if outcome == "ok" and not np.all(np.isnan(value) | (np.abs(value) <= _FLOAT32_MAX)):
         outcome = "nonfinite"
-        message = f"expected finite float32 numbers, got {_shown(np.asarray(value).tolist())}"
+        message = f"expected finite float32 numbers, got {_shown(value.squeeze().tolist())}"
     elif outcome == "ok" and np.all(np.isnan(value)):
         outcome, message = "none", "it returned None or NaN, and on_none is 'raise'"
     self.outcomes_NR[n, r] = outcome
@@ -188,7 +191,7 @@ def _stop_if_most_fail(self: _RewardRecord, name: str, error: BaseException | No
 @patch
 def _outcome_metrics(self: _RewardRecord) -> dict[str, float]:
     "How often each outcome occurred, by component, and its milliseconds per sample."
-    gaps = np.isnan(self.values).all(tuple(range(1, self.values.ndim)))
+    gaps = np.isnan(self.values).all((1, 2))
     out = {name: float(np.mean(x)) for name, x in self.metrics.items()}
     out["reward/n_no_component"] = int(gaps.sum())
     for r, name in enumerate(self.components):
@@ -299,8 +302,12 @@ def __call__(
             self._score(record, columns, n)
         self._count(record)
         values = torch.from_numpy(record.values).float().to(rollout.group_N.device)
-        name, other = ("rewards_NR", "rewards_NRK")[:: 1 if values.ndim == 2 else -1]
-        named = {"reward_names": tuple(self.components), name: values, other: None}
+        per_rank = values.shape[2] > 1
+        named = {
+            "reward_names": tuple(self.components),
+            "rewards_NR": None if per_rank else values[:, :, 0],
+            "rewards_NRK": values if per_rank else None,
+        }
         if any("log_extra" in spec.logs for spec in self.specs):
             named["info"] = rollout.info | {"logged": record.extra}
         return rollout.replace(**named)
@@ -309,7 +316,9 @@ def __call__(
 @patch
 def _score(self: RewardRunner, record: _RewardRecord, columns: dict, n: int) -> None:
     "Call every function: in workers those that need them, the others here; results come in any order."
-    args = [s.pick(columns | {"sample_seed": self._seeds(s, n)}) for s in self.specs]
+    seeds = lambda s: [seed_of(self.config.seed, s.name, self.batches, i) for i in range(n)]
+    asks = lambda s: s.accepts is None or "sample_seed" in s.accepts
+    args = [s.pick(columns | ({"sample_seed": seeds(s)} if asks(s) else {})) for s in self.specs]
     if self.pooled:
         if self.pool is None or not self.pool.close.alive:
             self.pool = WorkerPool([self.specs[i] for i in self.pooled], self.config)
@@ -324,14 +333,6 @@ def _score(self: RewardRunner, record: _RewardRecord, columns: dict, n: int) -> 
             if result is not None:
                 record.add(self.columns[i], range(done, done + result.n), result)
                 done += result.n
-
-# %% ../nbs/method/03_reward_runner.ipynb #0178ff99
-@patch
-def _seeds(self: RewardRunner, spec: RewardSpec, n: int) -> list[int]:
-    "A seed per sample, for functions that ask for one."
-    if spec.accepts is not None and "sample_seed" not in spec.accepts:
-        return []
-    return [seed_of(self.config.seed, spec.name, self.batches, i) for i in range(n)]
 
 # %% ../nbs/method/03_reward_runner.ipynb #b289ad26
 @patch

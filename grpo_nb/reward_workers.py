@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import spawn
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,8 +110,8 @@ def _decode(message: Any, components: int) -> CallResult | None:
         result.message = "".join(c if c.isprintable() else " " for c in result.message[:1000])
         if result.outcome == "ok":
             result.values = np.array(result.values)
-            shape = result.values.shape
-            fine &= shape[:2] == (result.n, components) and len(shape) in (2, 3) and 0 not in shape
+            fine &= result.values.shape[:2] == (result.n, components)
+            fine &= result.values.ndim == 3 and result.values.size > 0
             fine &= result.values.dtype.kind in "if"
         else:
             fine &= result.outcome in ("error", "timeout", "shape") and result.values is None
@@ -183,11 +184,37 @@ def _environment(keep: Sequence[str], folder: str) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1"} | kept | {"PYTHONHASHSEED": "0", "TMPDIR": folder}
 
 # %% ../nbs/method/02_reward_workers.ipynb #cd235d32
+_FOLDER = "grpo_nb_reward_"
+
+
+def _hold(folder: str | Path) -> int | None:
+    "The number of an open file that locks a worker's folder; None if its parent lives."
+    import fcntl
+
+    number = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(number)
+        return None
+    return number
+
+
+def _sweep() -> None:
+    "Remove the folders of workers whose parent was killed; links are not followed."
+    for folder in Path(tempfile.gettempdir()).glob(_FOLDER + "*"):
+        with suppress(OSError):
+            if (hold := _hold(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(hold)
+
+# %% ../nbs/method/02_reward_workers.ipynb #378129d2
 class _Worker:
     "One worker process, its pipe, and the job it is busy with; nothing here waits for the process."
 
     def __init__(self, blob: bytes, config: Any):
-        self.folder = tempfile.mkdtemp(prefix="grpo_nb_reward_")
+        self.folder = tempfile.mkdtemp(prefix=_FOLDER)
+        self.hold = _hold(self.folder)
         self.pipe, theirs = socket.socketpair()
         self.pipe.setblocking(False)
         self.process = subprocess.Popen(
@@ -203,7 +230,6 @@ class _Worker:
         theirs.close()
         self.ready = False
         self.job: _Job | None = None
-        self.served: int | None = None  # its last function
         self.got = bytearray()
         self.out = memoryview(_pickled([os.path.abspath(p) for p in sys.path]) + blob)
         self.since, self.limit = time.monotonic(), config.start_timeout_s
@@ -267,6 +293,7 @@ def kill(self: _Worker) -> None:
     with suppress(subprocess.TimeoutExpired):  # it can be stuck in the kernel
         self.process.wait(10)
     self.process.stdin.close()
+    os.close(self.hold)
     shutil.rmtree(self.folder, ignore_errors=True)
 
 # %% ../nbs/method/02_reward_workers.ipynb #7bbf2f57
@@ -318,10 +345,10 @@ class WorkerPool:
     ):
         if os.name != "posix":
             raise ValueError("Reward workers need Linux or macOS. Use workers=0.")
+        _sweep()
         self.specs, self.config, self.size = specs, config, max(config.workers, 1)
         self.blob = _pickled((_worker_main, (specs, config.memory_mb)))
         self.workers: list[_Worker] = []
-        self.wasted = 0  # workers in a row that served no sample
         # runs when the pool is collected and when the interpreter exits
         self.close = weakref.finalize(self, _kill_all, self.workers, os.getpid())
 
@@ -335,7 +362,9 @@ def run(
 ) -> None:
     "Score all samples by all functions; every sample gets exactly one result."
     self.queue = deque(_cut_jobs(self.specs, n, self.size, self.config.chunk_size))
-    self.args, self.add, self.wasted = args, add, 0
+    self.args, self.add = args, add
+    for w in [w for w in self.workers if w.process.poll() is not None]:  # it died idle
+        self._remove(w)
     try:
         while self.queue or any(w.job for w in self.workers):
             self._dispatch()
@@ -357,10 +386,7 @@ def _deadline(self: WorkerPool, which: int) -> float:
 # %% ../nbs/method/02_reward_workers.ipynb #ea21bf83
 @patch
 def _dispatch(self: WorkerPool) -> None:
-    "Start workers while there is work for them, and give jobs to the idle; those that died idle are replaced."
-    for w in list(self.workers):
-        if w.ready and not w.job and w.process.poll() is not None:
-            self._discard(w, w._exit_reason())
+    "Start workers while there is work for them, and give jobs to the idle."
     wanted = len(self.queue) + sum(w.job is not None for w in self.workers)
     while len(self.workers) < min(self.size, wanted):
         self.workers.append(_Worker(self.blob, self.config))
@@ -387,18 +413,9 @@ def _poll(self: WorkerPool, w: _Worker, heard: bool) -> None:
     if not alive:
         self._lost(w, "error", w._exit_reason())
     elif (w.job or not w.ready) and time.monotonic() - w.since > w.limit:
-        self._lost(w, "timeout", self._late(w))
+        self._lost(w, "timeout", f"no result after {w.limit:g} s; the process was killed")
 
 # %% ../nbs/method/02_reward_workers.ipynb #861be869
-@patch
-def _late(self: WorkerPool, w: _Worker) -> str:
-    "What a worker did not do in time."
-    if not (w.out and w.job):
-        return f"no result after {w.limit:g} s; the process was killed"
-    left = "" if w.served is None else f"; did {self.specs[w.served].name!r} leave a thread behind?"
-    return f"the worker did not take this sample within {w.limit:g} s and was killed{left}"
-
-# %% ../nbs/method/02_reward_workers.ipynb #89d598da
 @patch
 def _receive(self: WorkerPool, w: _Worker, message: Any) -> None:
     "File one message of a worker; what nobody asked for is a ValueError."
@@ -420,34 +437,26 @@ def _receive(self: WorkerPool, w: _Worker, message: Any) -> None:
     job.split = job.split or result is None
     if result is not None:
         rows, job.rows = job.rows[: result.n], job.rows[result.n :]
-        w.served, self.wasted = job.which, 0
         self.add(job.which, rows, result)
     w.since, w.limit = time.monotonic(), self._deadline(job.which)
     w.job = job if job.rows else None
 
-# %% ../nbs/method/02_reward_workers.ipynb #0d991ef4
+# %% ../nbs/method/02_reward_workers.ipynb #1e6d3e9f
 @patch
-def _discard(self: WorkerPool, w: _Worker, why: str) -> None:
-    "Kill a worker; that three in a row served no sample is an error, or they would be replaced for ever."
+def _remove(self: WorkerPool, w: _Worker) -> None:
     self.workers.remove(w)
     w.kill()
-    self.wasted += w.served is None
-    if self.wasted >= 3:
-        raise RewardError(f"Reward workers end before they take a sample: {why}.")
 
-# %% ../nbs/method/02_reward_workers.ipynb #1e6d3e9f
+
 @patch
 def _lost(self: WorkerPool, w: _Worker, outcome: str, message: str) -> None:
     "A worker hung or died: blame the sample it was at, and queue the rest again."
-    job, untouched = w.job, outcome == "error" and len(w.out) > 0
     if not w.ready:
         raise RewardError(f"A reward worker did not start: {message}.")
-    if job is None or untouched:  # it died before it had the job: not this job's fault
-        self.queue.extendleft([job] if job else [])
-        return self._discard(w, message)
-    ms = 1000 * (time.monotonic() - w.since)
-    self.workers.remove(w)
-    w.kill()
+    job, ms = w.job, 1000 * (time.monotonic() - w.since)
+    self._remove(w)
+    if job is None:
+        return
     alone = int(job.split or len(job.rows) == 1)
     blamed = len(job.rows) if self.specs[job.which].whole_batch else alone
     rows, rest = job.rows[:blamed], job.rows[blamed:]

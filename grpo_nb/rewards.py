@@ -73,7 +73,7 @@ def _number(value: Any) -> float:
 def _column(
     values: Any,  # what a function returned for n completions
     n: int,
-) -> np.ndarray:  # (n,) or (n, K) float64; NaN = does not apply
+) -> np.ndarray:  # (n, K) float64, K = 1 for numbers; NaN = does not apply
     "One entry per completion."
     if not isinstance(values, (list, tuple)) and getattr(values, "ndim", 0) not in (1, 2):
         raise _ContractError(
@@ -83,22 +83,21 @@ def _column(
         raise _ContractError(f"expected {n} values, one per completion, got {len(values)}")
     is_row = lambda v: isinstance(v, (list, tuple)) or getattr(v, "ndim", 0) == 1
     entries = [[_number(x) for x in v] if is_row(v) else _number(v) for v in values]
-    ranks = sorted({len(e) for e in entries if isinstance(e, list)})
+    ranks = sorted({len(e) for e in entries if isinstance(e, list)}) or [1]
     if len(ranks) > 1 or ranks == [0]:
         raise _ContractError(f"expected rows of one number of ranks, at least 1; got {ranks}")
-    full = [e if isinstance(e, list) or not ranks else [e] * ranks[0] for e in entries]
-    return np.array(full, np.float64).reshape(n, *[k for k in ranks if k > 1])
+    full = [e if isinstance(e, list) else [e] * ranks[0] for e in entries]
+    return np.array(full, np.float64)
 
-# %% ../nbs/method/01_rewards.ipynb #8ced89a9
+
 def _side_by_side(
-    columns: Sequence[np.ndarray],  # (n,) or (n, K) each
-) -> np.ndarray:  # (n, R) or (n, R, K)
+    columns: Sequence[np.ndarray],  # (n, K) each
+) -> np.ndarray:  # (n, R, K)
     "The components of a batch as one array; a number beside rows counts at each rank."
-    ranks = {c.shape[1] for c in columns if c.ndim == 2}
+    ranks = {c.shape[1] for c in columns} - {1}
     if len(ranks) > 1:
         raise _ContractError(f"expected one number of ranks, got {sorted(ranks)}")
-    full = [c if c.ndim == 2 or not ranks else np.repeat(c[:, None], *ranks, 1) for c in columns]
-    return np.stack(full, 1)
+    return np.stack(np.broadcast_arrays(*columns), 1)
 
 # %% ../nbs/method/01_rewards.ipynb #4f829308
 REWARDS = Registry("reward")
@@ -400,7 +399,7 @@ def _parts(value: Any, components: Sequence[str]) -> list:
 def _call_reward(
     spec: RewardSpec, args: Mapping[str, list], n: int, logged: dict | None = None
 ) -> np.ndarray:
-    "Call the function on n samples, with arguments of its own, and read what it returns: (n, R) or (n, R, K)."
+    "Call the function on n samples, with arguments of its own, and read what it returns: (n, R, K)."
     own = {k: [_own_copy(x) for x in v] for k, v in args.items()}
     log = _loggers({} if logged is None else logged, n if spec.form == "batch" else 1)
     log = {k: log[k] for k in spec.logs}
@@ -423,7 +422,7 @@ class CallResult:
     "What came of one call for n samples."
 
     outcome: str  # ok (then numbers tell none and nonfinite), error, timeout or shape
-    values: np.ndarray | None = None  # (n, R) or (n, R, K); None unless ok
+    values: np.ndarray | None = None  # (n, R, K); None unless ok
     n: int = 1
     message: str = ""
     ms: float = 0.0  # milliseconds per sample

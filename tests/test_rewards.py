@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from grpo_nb.core import Rollout
 from grpo_nb.reward_runner import RewardConfig, RewardRunner
-from grpo_nb.reward_workers import WorkerPool, _decode
+from grpo_nb.reward_workers import _decode
 from grpo_nb.rewards import RewardError, reward_function
 from grpo_nb.verifiers import (
     _between_tags,
@@ -78,60 +78,6 @@ def no_process_left():
     OTHERS.update(p.pid for p in children())
     yield
     assert children() == []
-
-
-# functions of trouble, closures so that workers get them by value and need not import this module
-
-
-def make_trouble():
-    import os
-    import sys
-
-    def hangs(prompt, completion):
-        while completion == "hang":
-            pass
-        return 1.0
-
-    def crashes(completions, **columns):
-        if "crash" in completions:
-            os._exit(3)
-        return [1.0] * len(completions)
-
-    def silent(prompt, completion):
-        return None if completion == "quiet" else 1.0
-
-    def raises(completion):
-        if completion == "raise":
-            raise KeyError("missing")
-        return 1.0
-
-    def prints(completion):
-        print("x" * 100_000)
-        sys.stderr.write("y" * 100_000)
-        os.write(1, b"z" * 100_000)
-        return 1.0
-
-    return hangs, crashes, silent, raises, prints
-
-
-TEXTS = ["a", "hang", "b", "crash", "quiet", "raise", "c", "d"]
-
-
-def test_hanging_crashing_and_silent_functions_in_one_run():
-    hangs, crashes, silent, raises, prints = make_trouble()
-    options = dict(workers=2, timeout_s=0.5, on_error="skip", **QUIET)
-    with RewardRunner([hangs, crashes, silent, raises, prints], **options) as runner:
-        scored = runner(batch(TEXTS))
-        assert 1 <= len(children()) <= 2  # a lost worker is replaced when there is work for it
-        want = torch.ones(8, 5)
-        want[[1, 3, 4, 5], [0, 1, 2, 3]] = nan
-        assert values(scored.rewards_NR) == values(want)
-        found = [counts(runner, name) for name in runner.components]
-        assert found[:2] == [[7, 0, 0, 1, 0], [7, 0, 1, 0, 0]]
-        assert found[2:] == [[7, 1, 0, 0, 0], [7, 0, 1, 0, 0], [8, 0, 0, 0, 0]]
-        assert runner.metrics()["reward/hangs/max_ms"] >= 500
-        # the run goes on: a later batch is scored by fresh workers
-        assert runner(batch(["a", "b"])).rewards_NR.tolist() == [[1.0] * 5] * 2
 
 
 def test_results_do_not_depend_on_the_number_of_workers():
@@ -222,7 +168,13 @@ def test_workers_of_a_script_without_main_guard_end_with_it_also_when_it_is_kill
     while not gone(int(pid)):
         assert time.monotonic() < end, "the worker outlived its parent"
         time.sleep(0.02)
-    os.rmdir(folder)
+    link = Path(folder).with_name("grpo_nb_reward_link")
+    link.symlink_to(tmp_path)
+    with RewardRunner({"one": lambda completion: 1.0}, workers=1) as runner:
+        runner(batch(["a"]))
+        assert os.path.isdir(runner.pool.workers[0].folder) and not os.path.exists(folder)
+    link.unlink()
+    assert (tmp_path / "script.py").exists()
 
 
 def test_interrupt_ends_all_workers_and_the_runner_stays_usable():
@@ -305,8 +257,7 @@ def test_a_worker_that_stops_reading_is_killed_at_the_deadline():
             assert values(first.rewards_NR[:, 0]) == [1, 1, 1]
             assert values(second.rewards_NR[:, 0]) == [-99, 1]
             assert counts(runner, "leaves_a_thread") == [1, 0, 0, 1, 0]
-        assert "did not take this sample" in runner.failures[0].message
-        assert "did 'leaves_a_thread' leave a thread behind?" in runner.failures[0].message
+        assert "no result after" in runner.failures[0].message
 
 
 def test_half_a_message_and_garbage_are_no_reason_to_wait():
@@ -315,13 +266,13 @@ def test_half_a_message_and_garbage_are_no_reason_to_wait():
         import sys
         import time
 
-        good = b'{"outcome": "ok", "values": [[1.0]], "n": 1, "message": "", "ms": 0.0}\n'
+        good = b'{"outcome": "ok", "values": [[[1.0]]], "n": 1, "message": "", "ms": 0.0}\n'
         junk = {
             "half": good[:15],
             "text": b"hello\n",
             "nothing": b"\n",
             "again": b'{"split": true}\n',
-            "more": good.replace(b"[[1.0]]", b"[[7.0]]").replace(b'"n": 1', b'"n": 99'),
+            "more": good.replace(b"1.0", b"7.0").replace(b'"n": 1', b'"n": 99'),
             "bytes": b"\xff\xfe\n",
             "deep": b"[" * 100_000 + b"\n",
             "digits": good.replace(b"1.0", b"9" * 5000),
@@ -346,11 +297,19 @@ JSON = st.recursive(
     lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text(max_size=5), inside),
     max_leaves=8,
 )
-MESSAGE = {"outcome": "ok", "values": [[1.0, 2.0]], "n": 1, "message": "", "ms": 0.0, "logged": {}}
+MESSAGE = {
+    "outcome": "ok",
+    "values": [[[1.0], [2.0]]],
+    "n": 1,
+    "message": "",
+    "ms": 0.0,
+    "logged": {},
+}
 CRAFTED = [
-    {"values": [[True, True]]},
-    {"values": [[1.0]]},
-    {"values": [[10**4000, 1.0]]},
+    {"values": [[[True], [True]]]},
+    {"values": [[[1.0]]]},
+    {"values": [[1.0, 2.0]]},
+    {"values": [[[10**4000], [1.0]]]},
     {"values": [[[]] * 2]},
     {"values": None},
     {"outcome": "good"},
@@ -422,25 +381,13 @@ def test_workers_that_end_before_they_take_a_sample_are_not_replaced_for_ever():
         import os
         import threading
 
-        threading.Timer(0.05, os._exit, [7]).start()
+        threading.Timer(0.01, os._exit, [7]).start()
 
     judge = reward_function(lambda completion: 1.0, name="judge", warm_up=doomed)
-
-    def run():  # the samples are too large to be taken before the worker ends
-        with RewardRunner([judge], workers=1, on_error="skip", **QUIET) as runner:
-            runner.pool = WorkerPool(runner.specs, runner.config)
-            real = runner.pool._dispatch
-
-            def late():
-                time.sleep(0.1 if any(w.ready for w in runner.pool.workers) else 0)
-                real()
-
-            runner.pool._dispatch = late
-            with pytest.raises(RewardError, match="end before they take a sample.*with code 7"):
-                runner(batch(["a"]))
-        return True
-
-    assert in_time(run)
+    with RewardRunner([judge], workers=1, on_error="skip", **QUIET) as runner:
+        long = [c * 10_000_000 for c in "ab"]  # too long to be taken before the worker ends
+        assert in_time(runner, batch(long)).rewards_NR.isnan().all()
+    assert "with code 7" in runner.failures[0].message
 
 
 def test_memory_limit_scrubbed_environment_and_temporary_directory(monkeypatch):
@@ -454,6 +401,8 @@ def test_memory_limit_scrubbed_environment_and_temporary_directory(monkeypatch):
     def clean(completion):
         import os
 
+        print("x" * 100_000)  # goes nowhere, and waits for nobody
+        os.write(2, b"z" * 100_000)
         open("left-behind", "w").close()
         return float("A_SECRET" in os.environ or os.getcwd() == here) + 10 * ("A_KEY" in os.environ)
 
@@ -908,7 +857,7 @@ def test_ranks_must_agree_and_scalars_count_at_every_rank():
     rows = {"rows": lambda completion: [1, None, 0.5], "one": lambda completion: 2}
     scored = RewardRunner(rows)(batch(["a"]))
     assert scored.rewards_NR is None and values(scored.rewards_NRK) == [[[1, -99, 0.5], [2, 2, 2]]]
-    with pytest.raises(RewardError, match="got 2 and, from 'rows', sample 1, 3"):
+    with pytest.raises(RewardError, match="got 2 and, from 'rows', 3"):
         RewardRunner({"rows": lambda completion: [1.0] * len(completion)})(batch(["ab", "abc"]))
     with pytest.raises(RewardError, match="one number of ranks.*2, 3"):
         ragged = lambda completions: [[1.0] * len(c) for c in completions]  # noqa: E731

@@ -168,7 +168,7 @@ def rows_to_frame(
 
 # %% ../../nbs/lab/00_frames.ipynb #9fc4b469
 KL_OLD = ("upd/kl_old", "kl_old/exact", "kl_old/k3")  # names of the KL to the policy that sampled
-HELD_OUT = ("eval_sampled", "eval_greedy", "eval_reward")  # of the held-out score; TRL's comes last
+HELD_OUT = ("eval_reward", "eval_sampled", "eval_greedy")  # of the reward on held-out tasks
 
 
 def column(
