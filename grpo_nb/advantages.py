@@ -12,7 +12,7 @@ __all__ = ['ADVANTAGES', 'SCALE_FREE', 'GroupedRewards', 'grouped_rewards', 'grp
 import inspect
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .config import NonNegative, check_number, configuration, number_in, one_of, unknown_name
-from .core import Groups, GroupStats, Registry, group_centre, group_stats
+from .core import Groups, GroupStats, Registry, group_centre, group_stats, weighted_sum
 from .processes import all_reduce
 
 # %% ../nbs/method/01_advantages.ipynb #f2e55959
@@ -60,19 +60,22 @@ class GroupedRewards:
         z = d * self.groups.expand(_inverse(self.std_P(x, ddof), eps))
         return torch.where(self.count(x) == 1, x / (1 + eps), z) if self.raw_singles else z
 
-    def weighted_sum(self, x_NRK: Tensor) -> Tensor:  # (N, K)
-        "Components added with their weights; NaN adds nothing, unless it is all there is."
-        total = sum(w * x_NRK[:, k].nan_to_num(0.0) for k, w in enumerate(self.weights_R))
-        return torch.where(x_NRK.isnan().all(1), torch.nan, total)
-
     @property
     def total_NK(self) -> Tensor:
         "The weighted sum of the raw rewards."
-        return self.weighted_sum(self.rewards_NRK)
+        return weighted_sum(self.rewards_NRK, self.weights_R, self.groups)
 
-    def result(self, values_NK: Tensor) -> Tensor:
-        "Zero where nothing applies, in the caller's shape and dtype."
-        values_NK = torch.where(self.ok_NK, values_NK, 0.0).to(self.dtype)
+    @property
+    def stats(self) -> GroupStats:  # (P, R', K)
+        "Of the rewards that have a weight."
+        return group_stats(self.rewards_NRK[:, [w != 0 for w in self.weights_R]], self.groups)
+
+    def result(self, values_NK: Tensor, by_token: bool = False) -> Tensor:
+        "The values in the caller's shape and dtype: exactly 0 where nothing applies and where a group is constant."
+        s = self.stats
+        varies_PRK = (s.spread > 0) | (s.count == 1) & self.raw_singles | by_token
+        ok_NK = self.ok_NK & self.groups.expand(varies_PRK.any(1))
+        values_NK = torch.where(ok_NK, values_NK, 0.0).to(self.dtype)
         return values_NK[:, 0] if self.flat else values_NK
 
 
@@ -122,8 +125,11 @@ def grouped_rewards(
     singleton: str = "zero",  # a group with one valid sample: "zero", or "raw" (its reward, as verl)
     processes: Any = None,  # a process group, if the batch is spread over processes
     dtype: torch.dtype = torch.float32,  # of the result; float64 to compare with other implementations
+    **unknown,  # refused
 ) -> GroupedRewards:
     "Check rewards, groups, weights and masks."
+    for option in unknown:
+        raise _no_option(option, ("mask_NK", "missing", "singleton", "processes", "dtype"))
     one_of("missing", missing, ("excluded", "zero_in_stats"))
     one_of("singleton", singleton, ("zero", "raw"))
     x, flat = _rewards_NRK(rewards)
@@ -136,13 +142,20 @@ def grouped_rewards(
         mask = torch.as_tensor(mask_NK, device=x.device).bool()
         ok = (mask[:, None] if mask.ndim == 1 else mask).expand(n, k)
         x = torch.where(ok[:, None], x, torch.nan if missing == "excluded" else 0.0)
-    ok = ok & ~x.isnan().all(1)
+    ok = ok & ~x[:, [w != 0 for w in weights]].isnan().all(1)
     return GroupedRewards(x, groups, weights, ok, flat, singleton == "raw", processes, dtype)
 
 # %% ../nbs/method/01_advantages.ipynb #c87777bd
 def _rewards_NRK(rewards) -> tuple[Tensor, bool]:
     "Rewards as float64 (N, R, K), and whether they came without ranks."
-    x = rewards if isinstance(rewards, Tensor) else torch.from_numpy(np.array(rewards, np.float64))
+    try:
+        x = torch.as_tensor(rewards if isinstance(rewards, Tensor) else np.array(rewards, float))
+    except (TypeError, ValueError):
+        kind = type(rewards).__name__
+        raise ValueError(
+            f"Rewards must be numbers (N,), (N, R) or (N, R, K), got a {kind}: give a tensor, array or "
+            "list, such as rollout.rewards."
+        ) from None
     if not 1 <= x.ndim <= 3 or 0 in x.shape[1:] or x.is_complex():
         raise ValueError(
             f"Rewards must be real numbers (N,), (N, R) or (N, R, K), got {tuple(x.shape)} {x.dtype}."
@@ -159,11 +172,22 @@ def _rewards_NRK(rewards) -> tuple[Tensor, bool]:
     return x, flat
 
 
+_MOVED = {"scale": "mode='grpo_batch' or 'dr_grpo'", "level": "mode='gdpo_verl'"}
+
+
+def _no_option(name: str, known: Sequence[str]) -> ValueError:
+    "The error for an option that an estimator does not have."
+    now = f" It is now {_MOVED[name]}." if name in _MOVED else ""
+    return ValueError(
+        f"No such option of this estimator.{now} {unknown_name('option', name, known)}"
+    )
+
+
 def _weight_list(weights: Sequence[float] | None, r: int) -> list[float]:
     "One finite number per component."
     if isinstance(weights, (str, int, float)):
         raise ValueError(f"weights must be a sequence of {r} numbers, got {weights!r}.")
-    weights = [1.0] * r if weights is None else [float(w) for w in weights]
+    weights = [1.0] * r if weights is None else list(map(float, weights))
     if len(weights) != r:
         raise ValueError(f"{len(weights)} weights for {r} reward components: give one weight each.")
     if not all(map(math.isfinite, weights)):
@@ -171,7 +195,7 @@ def _weight_list(weights: Sequence[float] | None, r: int) -> list[float]:
     return weights
 
 # %% ../nbs/method/01_advantages.ipynb #48d609ac
-ADVANTAGES = Registry("advantage")
+ADVANTAGES = Registry("estimator", "one number per sample")
 
 
 @ADVANTAGES.register("grpo")
@@ -243,14 +267,14 @@ def gdpo(
         return grpo(rewards, group_N, weights, eps=eps, ddof=ddof, **batch)
     _warn_one_group(r)
     z_NRK = r.normalise(r.rewards_NRK, eps, ddof)
-    return r.result(r.whiten(r.weighted_sum(z_NRK), eps_batch, ddof))
+    return r.result(r.whiten(weighted_sum(z_NRK, r.weights_R), eps_batch, ddof))
 
 # %% ../nbs/method/01_advantages.ipynb #ec5b8316
 @ADVANTAGES.register("mo_grpo")
 def mo_grpo(rewards, group_N, weights=None, *, eps=1e-4, ddof=1, **batch) -> Tensor:
     "Weighted sum of the rewards normalised one by one in their group: GDPO without its batch stage."
     r = grouped_rewards(rewards, group_N, weights, **batch)
-    return r.result(r.weighted_sum(r.normalise(r.rewards_NRK, eps, ddof)))
+    return r.result(weighted_sum(r.normalise(r.rewards_NRK, eps, ddof), r.weights_R))
 
 
 def _warn_one_group(r: GroupedRewards) -> None:
@@ -278,15 +302,16 @@ def gdpo_verl(
     "GDPO as verl computes it: whitened over tokens, also with one reward."
     r = grouped_rewards(rewards, group_N, weights, **batch)
     z_NRK = r.normalise(r.rewards_NRK, eps, ddof) if norm_adv_by_std else r.centre(r.rewards_NRK)
-    return r.result(_whiten_tokens(r, r.weighted_sum(z_NRK), lengths_N))
+    return r.result(_whiten_tokens(r, weighted_sum(z_NRK, r.weights_R), lengths_N), by_token=True)
 
 
 def _whiten_tokens(r: GroupedRewards, x_NK: Tensor, lengths_N: Tensor | Sequence) -> Tensor:
     "Whitened over the batch with every token as one observation."
     tokens = _tokens_NK(r, lengths_N)
     x = torch.where(tokens > 0, x_NK, 0.0)
-    n, total = _batch_sum(r, torch.stack([tokens, tokens * x], -1).flatten(0, 1))
-    d = torch.where(tokens > 0, x - total / n, 0.0)
+    sums = torch.stack([tokens, tokens * x, tokens * x.abs()], -1).flatten(0, 1)
+    n, total, size = _batch_sum(r, sums)
+    d = torch.where(tokens > 0, x - total * (total.abs() > 1e-12 * size) / n, 0.0)
     m2 = _batch_sum(r, (tokens * d * d).flatten())
     noise = 1e-12 * sum(map(abs, r.weights_R))
     return d * torch.where(m2 > n * noise**2, (m2 / (n - 1) + 1e-8).rsqrt(), 0.0)
@@ -412,7 +437,7 @@ def reinforce_pp_baseline(
     r = grouped_rewards(rewards, group_N, weights, **batch)
     d_NK = r.centre(r.total_NK)
     if one_of("level", level, ("response", "token")) == "token":
-        return r.result(_whiten_tokens(r, d_NK, lengths_N))
+        return r.result(_whiten_tokens(r, d_NK, lengths_N), by_token=True)
     return r.result(r.whiten(d_NK, eps_batch, ddof))
 
 # %% ../nbs/method/01_advantages.ipynb #80414176
@@ -482,7 +507,7 @@ def spread_to_tokens(
     item_NS: Tensor | None = None,  # (N, S) which item 0..K-1 a token belongs to, -1 = none
 ) -> Tensor:  # (N, S) float32, 0 outside
     "Give every token the advantage of its sample or of its item."
-    mask_NS = torch.as_tensor(mask_NS)
+    advantages, mask_NS = torch.as_tensor(advantages), torch.as_tensor(mask_NS)
     if advantages.ndim == 1:
         return mask_NS.to(advantages.dtype) * advantages[:, None]
     if item_NS is None or item_NS.shape != mask_NS.shape or (item_NS >= advantages.shape[1]).any():
@@ -507,20 +532,17 @@ def _advantage_metrics(r: GroupedRewards, values_NK: Tensor, names: Sequence[str
     # of this process, if there are several
     out["adv/distinct"] = len((a_NK[r.ok_NK] * 1e6).round().unique())
     out["adv/invalid_rows"] = _batch_sum(r, ~r.ok_NK.any(1))
-    out |= _still_groups(r, a_NK, a) | _shares(r, a_NK, names)
+    out |= _still_groups(r, a_NK) | _shares(r, a_NK, names)
     return {k: float(v) for k, v in out.items()}
 
 
-def _still_groups(r: GroupedRewards, a_NK: Tensor, a: GroupStats) -> dict:
-    "Shares of groups (of each rank) with constant rewards, and with advantages of 0."
-    s = group_stats(r.rewards_NRK, r.groups)
-    empty_PRK = s.count == 0
-    living_PK = ~empty_PRK.all(1)
-    still_PK = living_PK & (s.constant | empty_PRK).all(1)
-    peak_PK = group_stats(a_NK.abs(), r.groups).max
-    dead_PK = living_PK & (peak_PK <= 1e-7 * a.max.maximum(-a.min))
-    tables = {"frac_reward_zero_std": still_PK, "adv/dead_groups": dead_PK}
-    groups = _count_groups(r, living_PK)
+def _still_groups(r: GroupedRewards, a_NK: Tensor) -> dict:
+    "Shares of groups (of each rank) in which no reward of some weight varies, and with advantages of 0."
+    still_PK = ~(r.stats.spread > 0).any(1)
+    dead_PK = group_stats(a_NK.abs(), r.groups).max == 0
+    has_PK = (r.stats.count > 0).any(1)
+    tables = {"frac_reward_zero_std": still_PK & has_PK, "adv/dead_groups": dead_PK}
+    groups = _count_groups(r, has_PK)
     return {name: _count_groups(r, table_PK) / groups for name, table_PK in tables.items()}
 
 
@@ -564,7 +586,7 @@ class Gate:
 class AdvantageConfig:
     "How rewards become advantages."
 
-    mode: str = "grpo"  # a name in ADVANTAGES
+    mode: str | Callable = "grpo"  # a name in ADVANTAGES, or a function
     weights: Any = None  # list in the order of the rewards, or {name: weight}; None = all 1
     scales: dict[str, float] = field(default_factory=dict)  # {name: factor} on raw rewards
     gates: list[Gate] = field(default_factory=list)  # applied in order, on raw (scaled) rewards
@@ -576,7 +598,7 @@ class AdvantageConfig:
     options: dict[str, Any] = field(default_factory=dict)  # further keywords of the estimator
 
     def __post_init__(self):
-        ADVANTAGES[self.mode]  # an unknown name is an error that shows the nearest
+        ADVANTAGES.resolve(self.mode)  # an unknown name is an error that shows the nearest
 
 
 class Advantages(NamedTuple):
@@ -630,32 +652,28 @@ def compute_advantages(
 def _run(
     c: AdvantageConfig, x: Tensor, group_N, r: GroupedRewards, batch: dict, lengths_N
 ) -> Tensor:
-    "Call the estimator with those keywords that it takes, and check what it returns."
-    takes = inspect.signature(ADVANTAGES[c.mode]).parameters
-    known = [k for k in takes if k not in ("rewards", "group_N", "weights", "batch", "lengths_N")]
+    "Call the estimator with those keywords that it takes; 0 where no reward applies."
+    name, f = ADVANTAGES.resolve(c.mode)
+    takes = list(inspect.signature(f).parameters)[2:]  # the first two are rewards and groups
+    options = [k for k in takes if k not in ("weights", "batch", "lengths_N")]
     for k in set(c.options) - set(takes):
-        raise ValueError(f"{c.mode!r} has no such option. {unknown_name('option', k, known)}")
+        raise _no_option(k, options)
     keys = dict(eps=c.eps, eps_batch=c.eps_batch, ddof=c.ddof, lengths_N=lengths_N) | c.options
-    keys = {k: v for k, v in (batch | keys).items() if k in takes}
+    keys = {k: v for k, v in (batch | keys | {"weights": r.weights_R}).items() if k in takes}
     if "batch" in takes:
         keys |= batch
     else:  # a plain function sees NaN where the mask is False
         x = r.rewards_NRK.view(x.shape)
-    values = ADVANTAGES[c.mode](x, group_N, r.weights_R, **keys)
-    return _checked(c.mode, values, r)
-
-
-def _checked(mode: str, values: Any, r: GroupedRewards) -> Tensor:
-    "One finite number per sample, 0 where no reward applies."
+        if "weights" not in takes:
+            x = x * x.new_tensor(r.weights_R).view(-1, *[1] * (x.ndim - 2))
+        group_N = r.groups if r.groups.processes is not None else r.groups.index_N
     ok = r.ok_NK[:, 0] if r.flat else r.ok_NK
-    if not isinstance(values, Tensor) or values.shape != ok.shape:
-        got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        want = tuple(ok.shape)
-        raise ValueError(f"The estimator {mode!r} must return a tensor {want}, got {got}.")
-    values = torch.where(ok, values, 0.0)
+    values = torch.where(
+        ok, ADVANTAGES.call(c.mode, ok.shape, x, group_N, **keys).to(ok.device), 0.0
+    )
     if not values.isfinite().all():
         at = (~values.isfinite()).nonzero()[0].tolist()
-        raise ValueError(f"The estimator {mode!r} returned {values[tuple(at)].item()} at {at}.")
+        raise ValueError(f"The estimator {name!r} returned {values[tuple(at)].item()} at {at}.")
     return values.float()
 
 

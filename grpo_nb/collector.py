@@ -221,7 +221,7 @@ def _decide(self: GroupCollector, rollout: Rollout) -> GroupDecision:
     self.seen = decision.range_2C.tolist()
     components = rollout.rewards is not None and config.metrics != rollout.reward_names
     if components and config.rule_name in ("metric", "sum"):
-        trained_P = varies(weighted_components(rollout, config), decision.groups)
+        trained_P = varies(weighted_components(rollout, config.weights), decision.groups)
         self.tally["dropped_with_signal"] += int((trained_P & ~decision.signal_P).sum())
         self.tally["kept_without_signal"] += int((decision.signal_P & ~trained_P).sum())
     self._warn_of_batch(decision)

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['RULES', 'varies', 'GroupDecision', 'keep_groups', 'UnknownFilterMetric', 'total_reward', 'resolve_metric',
-           'FilterGroupsConfig', 'metric_varies', 'component_varies', 'sum_varies', 'combined_varies',
-           'weighted_components', 'decide', 'p_dead', 'expected_gen_batches', 'recommend', 'adaptive_cap',
-           'next_batch_size']
+           'check_metrics', 'FilterGroupsConfig', 'metric_varies', 'component_varies', 'sum_varies', 'combined_varies',
+           'weighted_components', 'decide', 'warn_of_shaping', 'p_dead', 'expected_gen_batches', 'recommend',
+           'adaptive_cap', 'next_batch_size']
 
 # %% ../nbs/method/01_filter_groups.ipynb #d0010ae5
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal
@@ -21,15 +22,9 @@ import torch
 from torch import Tensor
 
 from .config import NonNegative, Natural, Share, check_number, configuration, one_of
-from grpo_nb.core import (
-    Groups,
-    GroupStats,
-    Registry,
-    Rollout,
-    group_stats,
-    masked_sum,
-    unknown_name,
-)
+from .config import unknown_name
+from .core import Groups, GroupStats, Registry, Rollout
+from .core import group_centre, group_stats, masked_sum, weighted_sum
 
 # %% ../nbs/method/01_filter_groups.ipynb #d9e72edd
 def varies(
@@ -39,7 +34,7 @@ def varies(
 ) -> Tensor:  # (P,) bool
     "The groups in which some column holds two values that differ. The others have advantage 0: drop them."
     stats = _column_stats(_as_columns(values), Groups.of(group_N))
-    return (stats.max - stats.min > min_spread).any(1)
+    return (stats.spread > min_spread).any(1)
 
 # %% ../nbs/method/01_filter_groups.ipynb #636fc996
 def _as_columns(values: Tensor | np.ndarray | Sequence) -> Tensor:
@@ -120,7 +115,7 @@ def keep_groups(
     values_NC = _as_columns(values).to(groups.size_P.device)
     stats = _column_stats(values_NC, groups)
     valid_P = stats.count.amax(1)
-    differs_P = (stats.max - stats.min > min_spread).any(1)
+    differs_P = varies(values_NC, groups, min_spread)
     signal_P = (differs_P if signal_P is None else signal_P) & (valid_P > 1)
     keep_P = signal_P | _kept_singles(valid_P == 1, singles)
     outside_P = keep_P & _outside(stats, band)
@@ -165,7 +160,7 @@ def _reasons(stats: GroupStats, range_2C: Tensor, differs_P, signal_P, outside_P
     where = {
         "all_low": ((stats.max <= low) & (high > low) | none_PC).all(1),
         "all_high": ((stats.min >= high) & (high > low) | none_PC).all(1),
-        "narrow": (stats.max > stats.min).any(1) & ~differs_P,
+        "narrow": (stats.spread > 0).any(1) & ~differs_P,
         "cancelled": differs_P & ~signal_P,
         "kept": signal_P,
         "single": valid_P == 1,
@@ -213,13 +208,11 @@ def total_reward(
 ) -> Tensor:  # (N,) or (N, K) float64; NaN where no component applies
     "Weighted sum of the reward components, without those that do not apply to a sample."
     w_R = _component_weights(rollout, weights)
-    x = rollout.rewards.double()
-    weighted = x * w_R.view(1, -1, *[1] * (x.ndim - 2))
-    return torch.where(x.isnan().all(1), torch.nan, weighted.nansum(1))
+    return weighted_sum(rollout.rewards, w_R, Groups.of(rollout.group_N))
 
 # %% ../nbs/method/01_filter_groups.ipynb #59ba1ab9
-def _component_weights(rollout: Rollout, weights: Mapping[str, float] | None) -> Tensor:
-    "(R,) one weight per reward component, by name; missing ones are 1."
+def _component_weights(rollout: Rollout, weights: Mapping[str, float] | None) -> list[float]:
+    "(R) one weight per reward component, by name; missing ones are 1."
     if rollout.rewards is None:
         raise UnknownFilterMetric(
             "The rollout has no rewards: filter after the reward, not before it."
@@ -227,8 +220,7 @@ def _component_weights(rollout: Rollout, weights: Mapping[str, float] | None) ->
     weights = weights or {}
     for name in weights:
         one_of("reward component", name, rollout.reward_names)
-    w = [float(weights.get(name, 1.0)) for name in rollout.reward_names]
-    return torch.tensor(w, dtype=torch.float64, device=rollout.rewards.device)
+    return [float(weights.get(name, 1.0)) for name in rollout.reward_names]
 
 # %% ../nbs/method/01_filter_groups.ipynb #750764ee
 _BEFORE_KL = ("token_level_scores",)
@@ -244,20 +236,35 @@ _TOTALS = {  # the token arrays that hold a total; without them it is the sum of
 def resolve_metric(
     rollout: Rollout,  # N samples
     metric: str | Callable[[Rollout], Any],  # a name, or a function giving (N,) numbers
+    weights: Mapping[str, float] | None = None,  # of the components in a total; missing ones are 1
 ) -> Tensor:  # (N,) float64; (N, K) for a component with one value per rank
     "The numbers by which the groups are filtered; NaN = the metric does not apply to this sample."
+    names, info = rollout.reward_names, rollout.info
+    column = next((k for k in (metric, *_TOTALS.get(metric, ())) if k in info), None)
+    if metric in names or metric == "acc" and len(names) == 1 and column is None:
+        return rollout.rewards[:, names.index(metric) if metric in names else 0].double()
+    if column is None and metric in _TOTALS:
+        return total_reward(rollout, weights)
     if callable(metric):
-        return _metric_column(getattr(metric, "__name__", "?"), metric(rollout), rollout.mask_NS)
-    if metric in rollout.reward_names and rollout.rewards is not None:
-        return rollout.rewards[:, rollout.reward_names.index(metric)].double()
-    for name in (metric, *_TOTALS.get(metric, ())):
-        if name in rollout.info:
-            return _metric_column(name, rollout.info[name], rollout.mask_NS)
-    if metric in _TOTALS:
-        return total_reward(rollout)
-    totals = _TOTALS if rollout.rewards is not None else ()
-    known = {*rollout.reward_names, *rollout.info, *totals}
-    raise UnknownFilterMetric(unknown_name("filter metric", metric, known))
+        column, values = getattr(metric, "__name__", "?"), metric(rollout)
+    else:
+        check_metrics([metric], names, info)
+        values = info[column]
+    x = _metric_column(column, values, rollout.mask_NS)
+    return torch.where(rollout.taken_N.to(x.device), x, torch.nan)
+
+
+def check_metrics(
+    metrics: Sequence,  # names and functions
+    reward_names: Sequence[str],
+    info: Collection[str] = (),  # names of the further columns of a rollout
+) -> None:
+    "Refuse a metric that a rollout with these rewards and columns does not hold."
+    one = {"acc"} if len(reward_names) == 1 else set()
+    known = {*reward_names, *info, *one, *(_TOTALS if reward_names else ())}
+    for name in metrics:
+        if not callable(name) and name not in known:
+            raise UnknownFilterMetric(unknown_name("filter metric", name, known))
 
 # %% ../nbs/method/01_filter_groups.ipynb #740ea8e1
 @configuration
@@ -267,7 +274,7 @@ class FilterGroupsConfig:
     enable: bool = False  # off: one generation batch, everything is trained on
     metric: Any = None  # name, function, or several; None = the reward components
     max_num_gen_batches: int = 0  # generation batches per step; 0 or less = no limit
-    rule: str | None = None  # entry of RULES; None = "metric" if one is given, else all_components
+    rule: str | Callable | None = None  # in RULES, or a function; None = metric, or all_components
     weights: dict[str, float] | None = None  # of reward components; None = those of the advantage
     singles: Literal["keep", "drop", "error"] = "keep"  # groups with one valid value
     min_spread: NonNegative = 0.0  # largest difference that counts as none; 0 = exact
@@ -312,12 +319,12 @@ class FilterGroupsConfig:
     @property
     def rule_name(self) -> str:
         "The rule that applies."
-        return self.rule or ("metric" if self.metrics else "all_components")
+        default = "metric" if self.metrics else "all_components"
+        return default if self.rule is None else RULES.resolve(self.rule)[0]
 
 # %% ../nbs/method/01_filter_groups.ipynb #32163f6e
 def _check_filter(c: FilterGroupsConfig):
-    if c.rule is not None:
-        one_of("filter_groups.rule", c.rule, RULES)
+    RULES.resolve(c.rule or "metric")
     if c.band is not None and not c.band[0] < c.band[1]:
         raise ValueError(f"filter_groups.band must be (low, high) with low < high, got {c.band}.")
     if c.rule == "metric" and not c.metrics:
@@ -332,19 +339,21 @@ def _check_filter(c: FilterGroupsConfig):
             raise ValueError(f"filter_groups.metric must be a name or a function, got {m!r}.")
 
 # %% ../nbs/method/01_filter_groups.ipynb #3178aef3
-RULES = Registry("filter rule")
+RULES = Registry("filter rule", "one bool per group", torch.bool)
 
 
 @RULES.register("metric")
 def metric_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     "One of the named metrics varies."
-    return varies(_metric_values(rollout, config), rollout.group_N, config.min_spread)
+    values = _metric_values(rollout, config.metrics, config.weights)
+    return varies(values, rollout.group_N, config.min_spread)
 
 # %% ../nbs/method/01_filter_groups.ipynb #95eb3c85
 @RULES.register("all_components")
 def component_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     "A reward component varies that has a weight."
-    return varies(weighted_components(rollout, config), rollout.group_N, config.min_spread)
+    values = weighted_components(rollout, config.weights)
+    return varies(values, rollout.group_N, config.min_spread)
 
 # %% ../nbs/method/01_filter_groups.ipynb #0023664c
 @RULES.register("sum")
@@ -357,22 +366,22 @@ def sum_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
 def combined_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     "The combined advantage is not 0 for all."
     groups, x = Groups.of(rollout.group_N), rollout.rewards.double()
-    w_R = _component_weights(rollout, config.weights)
-    stats = group_stats(x, groups, ddof=1)
-    z = (x - groups.expand(stats.mean)) / (groups.expand(stats.std) + 1e-4)
-    wz = z.nan_to_num(0.0) * w_R.view(1, -1, *[1] * (x.ndim - 2))
-    total = wz.sum(1)
-    total = torch.where(total.abs() <= 1e-12 * wz.abs().sum(1), 0.0, total)
+    z = group_centre(x, groups) / (groups.expand(group_stats(x, groups).std) + 1e-4)
+    total = weighted_sum(z, _component_weights(rollout, config.weights))
     return varies(total, groups, config.min_spread)
 
 # %% ../nbs/method/01_filter_groups.ipynb #b0eb1ef8
-def _metric_values(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
-    return torch.cat([_as_columns(resolve_metric(rollout, m)) for m in config.metrics], 1)
+def _metric_values(rollout: Rollout, metrics: Sequence, weights: Mapping | None) -> Tensor:
+    return torch.cat([_as_columns(resolve_metric(rollout, m, weights)) for m in metrics], 1)
 
 
-def weighted_components(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:  # (N, C)
+def weighted_components(
+    rollout: Rollout,
+    weights: Mapping[str, float] | None = None,  # by component; missing ones are 1
+) -> Tensor:  # (N, C)
     "The reward components, and ranks, whose weight is not 0."
-    return _as_columns(rollout.rewards[:, _component_weights(rollout, config.weights) != 0])
+    used = [w != 0 for w in _component_weights(rollout, weights)]
+    return _as_columns(rollout.rewards[:, used])
 
 # %% ../nbs/method/01_filter_groups.ipynb #2ed6b049
 def decide(
@@ -381,21 +390,35 @@ def decide(
     seen_2C: Tensor | None = None,  # lowest and highest values of earlier batches
 ) -> GroupDecision:
     "Filter the groups of a rollout as configured."
-    groups, rule = Groups.of(rollout.group_N), config.rule_name
-    signal_P = RULES[rule](rollout, config)
-    if signal_P.shape != (groups.num_groups,) or signal_P.dtype != torch.bool:
-        raise ValueError(
-            f"The filter rule {rule!r} must answer with one bool per group, ({groups.num_groups},); it gave "
-            f"{tuple(signal_P.shape)} {signal_P.dtype}. End with varies(...), or a comparison of group_stats."
-        )
+    groups, rule = Groups.of(rollout.group_N), config.rule or config.rule_name
+    signal_P = RULES.call(rule, (groups.num_groups,), rollout, config)
     if config.metrics:
-        values = _metric_values(rollout, config)
-    elif rule == "sum":
-        values = total_reward(rollout, config.weights)
+        values = _metric_values(rollout, config.metrics, config.weights)
     else:
-        values = weighted_components(rollout, config)
+        look = total_reward if rule == "sum" else weighted_components
+        values = look(rollout, config.weights)
     options = (config.singles, config.min_spread, config.band)
     return keep_groups(values, groups, *options, seen_2C, signal_P)
+
+# %% ../nbs/method/01_filter_groups.ipynb #73563c7c
+def warn_of_shaping(
+    rollout: Rollout,  # one step's samples, not filtered
+    metrics: Sequence = (),  # names or functions that say what is right
+    weights: Mapping[str, float] | None = None,  # of the components
+    always: bool = False,  # also where the metrics do vary in other groups of the batch
+) -> None:
+    "Say so if groups train on other rewards alone, since the metrics are constant in them."
+    if not metrics or rollout.rewards is None:
+        return
+    raw_P = varies(_metric_values(rollout, metrics, weights), rollout.group_N)
+    trained_P = varies(weighted_components(rollout, weights), rollout.group_N)
+    if (trained_P & ~raw_P).any() and (always or not raw_P.any()):
+        names = ", ".join(getattr(m, "__name__", m) for m in metrics)
+        warnings.warn(
+            f"Groups in which {names} is the same for all samples train on the other rewards alone. Filter by it "
+            "(filter_groups.enable=true with this metric), or gate the others on it (advantage.gates).",
+            stacklevel=2,
+        )
 
 # %% ../nbs/method/01_filter_groups.ipynb #3675ff68
 def p_dead(
