@@ -6,12 +6,13 @@
 __all__ = []
 
 # %% ../nbs/07_all.ipynb #db464b55
-from .advantages import ADVANTAGES, AdvantageConfig, compute_advantages
+from .advantages import ADVANTAGES, AdvantageConfig, compute_advantages, grouped_rewards
 from .collector import GroupCollector
 from .config import build_config
 from .core import Groups, Policy, Registry, Rollout, concat, group_stats, masked_mean
 from .core import masked_sum, minibatches, seeded
-from .filter_groups import FilterGroupsConfig, keep_groups, recommend
+from .filter_groups import RULES, FilterGroupsConfig, keep_groups, recommend
+from .filter_groups import resolve_metric, varies
 from .losses import POLICY_LOSSES, LossConfig, kl_penalty, policy_loss
 from .policies.diffusion import DiffusionPolicy
 from .policies.samplers import ddim_sampler, ddpm_sampler, flow_sampler

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Groups', 'group_centre', 'GroupStats', 'group_stats', 'weighted_sum', 'masked_sum', 'masked_mean', 'Registry',
            'seed_of', 'seeded', 'Rollout', 'index_of', 'pad_to', 'concat', 'rollout_to_state', 'rollout_from_state',
-           'minibatches', 'Policy']
+           'minibatches', 'Policy', 'check_finite']
 
 # %% ../nbs/method/00_core.ipynb #d55f1d33
 import hashlib
@@ -281,6 +281,21 @@ def seeded(seed: int, *names: str | int, device: str | torch.device = "cpu") -> 
     "A torch generator of its own for the stream called `names`."
     return torch.Generator(device=device).manual_seed(seed_of(seed, *names))
 
+# %% ../nbs/method/00_core.ipynb #dcece7cc
+def _field_of(row: Mapping, name: str) -> Any:
+    "The value of a field, or of a path into nested ones such as metadata.num_terms or levels.0; None if it is not there."
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, (list, tuple)) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return None
+    return value
+
 # %% ../nbs/method/00_core.ipynb #82487604
 @dataclass
 class Rollout:
@@ -514,3 +529,15 @@ class Policy(Protocol):
     def logp(self, rollout: Rollout) -> Tensor:  # (N, S) float32, differentiable
         "Log-probability of each stored step under the present parameters; outside the mask 0."
         ...
+
+# %% ../nbs/method/00_core.ipynb #8affe84a
+def check_finite(
+    model: torch.nn.Module,  # that sampled
+    logp: Tensor,  # log-probs of its samples
+):
+    "A FloatingPointError that names the broken weights, if samples have no finite log-prob."
+    if logp.isfinite().all():
+        return
+    broken = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+    found = f"{broken[0]} and {len(broken) - 1} more" if broken else "none, so its outputs overflow"
+    raise FloatingPointError(f"The policy samples NaN; weights that are not finite: {found}.")

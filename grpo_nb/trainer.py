@@ -40,7 +40,7 @@ from grpo_nb.config import (
 from .core import Policy, Rollout, seeded
 from .evaluate import EvalConfig, Scores, _parts
 from .evaluate import evaluate as evaluate_policy
-from .filter_groups import FilterGroupsConfig
+from .filter_groups import FilterGroupsConfig, check_metrics, warn_of_shaping
 from .metrics import Counters, completion_metrics, merge_rows
 from .processes import say
 from .ranking import check_layouts, warn_cancelling_scales
@@ -196,9 +196,8 @@ def step(
     rollout = batch if isinstance(batch, Rollout) else self.draw(batch)
     if rollout is None:  # every group was filtered
         return self.skip_step(start, record)
-    self.notify("on_collect", rollout)
-
     advantages, metrics = self.advantages(rollout)
+    self.notify("on_collect", rollout)
 
     lr = learning_rate(config.optimizer, self.step_done, config.steps)
     for group in self.optimizer.param_groups:
@@ -232,6 +231,10 @@ def draw(
         raise EndOfTasks(self.stream)
     rollout = self.reward(rollout)
     self._tell_stream(rollout)
+    if self.collector is None:
+        named = self.config.filter_groups.metrics
+        weights = dict(zip(rollout.reward_names, self.weights))
+        warn_of_shaping(rollout, named or self.passed, weights, always=bool(named))
     return rollout
 
 # %% ../nbs/method/04_trainer.ipynb #5f641c38
@@ -351,6 +354,8 @@ def advantages(
         lengths_N=rollout.lengths_N,
     )
     values = found.values
+    if values.shape[1:] == (1,) and "item" not in rollout.states:
+        values = values[:, 0]
     if values.ndim == 2:
         if "item" not in rollout.states:
             raise ValueError(
@@ -500,6 +505,8 @@ def _check_setup(self: GRPO):
         if some:  # else nobody can look at them before they are drawn
             self.rewards.check_tasks(some)
     _ = self.passed  # names that are no rewards
+    if (columns := getattr(self.policy, "info_columns", None)) is not None:
+        check_metrics(c.filter_groups.metrics, self.rewards.components, columns)
     compared = {gate.on for gate in c.advantage.gates}  # with a threshold: there a scale counts
     scaled = {k: f for k, f in functions.items() if k not in compared}
     warn_cancelling_scales(scaled, c.advantage.mode)

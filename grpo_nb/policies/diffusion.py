@@ -97,6 +97,8 @@ TRAJECTORY_LIMIT = 1000  # largest D * S for which one ratio per trajectory is a
 class DiffusionPolicy:
     "A denoiser and a sampler as a policy over denoising steps."
 
+    info_columns = ()  # of its rollouts
+
     def __init__(
         self,
         model: nn.Module,  # predicts what sampler.prediction says

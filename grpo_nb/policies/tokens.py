@@ -35,6 +35,7 @@ class TokenPolicy:
     shrink = 0.75  # drop finished rows when fewer than this share run
     max_rows = 1024  # completions generated at a time
     fast = True  # `LlamaDecoder` where it fits
+    info_columns = ("truncated", "entropy")  # of its rollouts
 
     def __init__(
         self,
