@@ -208,7 +208,7 @@ def test_a_ranking_policy_trains_and_is_evaluated(task, mode):
     assert row["optimizer_steps"] == 4 and row["grad_norm"] > 0 and not torch.equal(before, after)
     assert row["ratio/min"] < 1 < row["ratio/max"]  # the second epoch is off-policy
     scores = trainer.evaluate(samples=2)
-    parts = {f"sampled/{k}" for k in rewards} if len(rewards) > 1 else set()
+    parts = {"reward", *(f"sampled/{k}" for k in rewards)} if len(rewards) > 1 else set()
     assert set(scores.values) == {"greedy", "sampled"} | parts
     assert all(np.isfinite(v).all() for v in scores.values.values())
 
