@@ -151,10 +151,10 @@ def _widen(self: _RewardRecord, ranks: int, r: int) -> None:
 def _file(self: _RewardRecord, n: int, r: int, value: Any, result: CallResult) -> Any:
     "Note the outcome for sample n and component r, and give back what stands there under its policy."
     name, outcome, message = self.components[r], result.outcome, result.message
-    if outcome == "ok" and not np.all(np.isnan(value) | (np.abs(value) <= _FLOAT32_MAX)):
+    if outcome == "ok" and not (np.isnan(value) | (np.abs(value) <= _FLOAT32_MAX)).all():
         outcome = "nonfinite"
         message = f"expected finite float32 numbers, got {_shown(value.squeeze().tolist())}"
-    elif outcome == "ok" and np.all(np.isnan(value)):
+    elif outcome == "ok" and np.isnan(value).all():
         outcome, message = "none", "it returned None or NaN, and on_none is 'raise'"
     self.outcomes_NR[n, r] = outcome
     if outcome == "ok":

@@ -18,6 +18,7 @@ import os
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -313,8 +314,8 @@ def reward_columns(
         )
     out = {"completions": list(rollout.outputs)}
     if "completion_ids" in rollout.states:
-        pairs = zip(rollout.states["completion_ids"], rollout.mask_NS.bool().cpu())
-        out["completion_ids"] = [ids.cpu()[mask].tolist() for ids, mask in pairs]
+        pairs = zip(rollout.states["completion_ids"].tolist(), rollout.mask_NS.bool().tolist())
+        out["completion_ids"] = [[i for i, m in zip(*pair) if m] for pair in pairs]
     return out | task_columns(rollout.tasks)
 
 
@@ -334,6 +335,8 @@ def task_columns(
 # %% ../nbs/method/01_rewards.ipynb #58a92ded
 def _own_copy(value: Any) -> Any:
     "A copy of an argument; what cannot be copied (a lock, a file, a connection) is shared."
+    if isinstance(value, (str, int, float, types.SimpleNamespace, types.NoneType)):  # safe to share
+        return value
     try:
         return copy.deepcopy(value)
     except Exception:

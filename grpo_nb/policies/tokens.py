@@ -265,7 +265,7 @@ def decode(
 ) -> list[str]:
     "Text of each completion, without padding and without the stop token."
     keep_NS = mask_NS & ~torch.isin(ids_NS, torch.tensor(self.stop, dtype=ids_NS.dtype))
-    rows = [ids[keep].tolist() for ids, keep in zip(ids_NS, keep_NS)]
+    rows = [[i for i, k in zip(*row) if k] for row in zip(ids_NS.tolist(), keep_NS.tolist())]
     return self.tokenizer.batch_decode(rows, skip_special_tokens=False)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #94077b1e
