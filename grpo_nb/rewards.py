@@ -287,6 +287,7 @@ _RESERVED = (
     *_SINGULAR.values(),
     *_LOGGERS,
     "completion_ids",
+    "prompt_end",
     "sample_seed",
     "trainer_state",
 )
@@ -316,6 +317,8 @@ def reward_columns(
     if "completion_ids" in rollout.states:
         pairs = zip(rollout.states["completion_ids"].tolist(), rollout.mask_NS.bool().tolist())
         out["completion_ids"] = [[i for i, m in zip(*pair) if m] for pair in pairs]
+    if "prompt_end" in rollout.info:
+        out["prompt_end"] = list(rollout.info["prompt_end"])
     return out | task_columns(rollout.tasks)
 
 

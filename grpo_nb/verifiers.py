@@ -13,8 +13,11 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
+
+import numpy as np
 
 from .config import check_number, one_of
 from .rewards import REWARDS, _names, _shown, is_missing, reward_function
@@ -44,11 +47,20 @@ def _plain_text(
     return "".join(_content_text(c) for c in contents if c is not None)
 
 # %% ../nbs/method/02_verifiers.ipynb #63f7312a
+def _with_open_tag(completion: Any, columns: Mapping) -> str:
+    "The text of a completion, behind the tag that its prompt leaves open."
+    prompt = columns.get("prompt_end") or columns.get("prompt")
+    if isinstance(prompt, (list, tuple)) and prompt and prompt[-1].get("role") == "assistant":
+        prompt = _plain_text(prompt[-1:])  # a message that the completion goes on with
+    tag = re.search(r"<[\w-]+>\s*$", prompt[-100:]) if isinstance(prompt, str) else None
+    return (tag[0] if tag else "") + _plain_text(completion)
+
+# %% ../nbs/method/02_verifiers.ipynb #5ca0d391
 def _between_tags(text: str, tag: str) -> str | None:
-    "What stands in the last complete <tag>...</tag>, stripped."
+    "What stands in the last <tag>...</tag>, stripped; None if the last <tag> is not closed."
+    start = text.rfind(f"<{tag}>")
     end = text.rfind(f"</{tag}>")
-    start = text.rfind(f"<{tag}>", 0, max(end, 0))
-    return None if start < 0 else text[start + len(tag) + 2 : end].strip()
+    return text[start + len(tag) + 2 : end].strip() if 0 <= start < end else None
 
 
 def _after_marker(text: str, marker: str) -> str | None:
@@ -64,72 +76,137 @@ def _filled(who: str, **options: str) -> None:
             raise ValueError(f"{who}: {name} must be non-empty text, got {_shown(value)}.")
 
 # %% ../nbs/method/02_verifiers.ipynb #39e44e02
-def _answer_extractor(
-    extract: str | Callable = "whole",  # "whole", "tags", "marker", or a function of the text
-    tag: str = "answer",  # for "tags"
-    marker: str = "####",  # for "marker"
-) -> Callable[[Any], str | None]:  # completion -> answer; None = there is none
-    "How to find the answer in a completion."
-    _filled("The way to extract an answer", tag=tag, marker=marker)
-    ways = {
-        "whole": str.strip,
-        "tags": lambda text: _between_tags(text, tag),
-        "marker": lambda text: _after_marker(text, marker),
-    }
-    if not callable(extract):
-        extract = ways[one_of("way to extract an answer", extract, ways)]
-    return lambda completion: extract(_plain_text(completion))
+class _AnswerFinder:
+    "How to find the answer in a completion and in a reference."
+
+    def __init__(self, extract: str | Callable, tag: str, marker: str):
+        _filled("The way to extract an answer", tag=tag, marker=marker)
+        ways = {
+            "whole": str.strip,
+            "tags": lambda text: _between_tags(text, tag),
+            "marker": lambda text: _after_marker(text, marker),
+        }
+        self.own = callable(extract)
+        self.way = extract if self.own else ways[one_of("way to extract an answer", extract, ways)]
+
+    def __call__(self, completion: Any, columns: Mapping = {}) -> str | None:
+        "The answer that a completion gives; None = there is none."
+        return self.way(_with_open_tag(completion, columns))
+
+    def reference(self, text: str) -> str:
+        "The answer in a reference; one without tag or marker is the answer, and a function of yours is not asked."
+        found = None if self.own else self.way(text)
+        return text if found is None else found
 
 # %% ../nbs/method/02_verifiers.ipynb #d4c50426
-_NUMBER = re.compile(
-    r"(?P<sign>[-+]?) ?(?:"
-    r"(?P<digits>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?: [0-9]{3}){2,}|[0-9]*)(?P<decimals>\.[0-9]+)?"
-    r"|(?:(?P<whole>[0-9]+) )?(?P<above>[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+) ?/ ?(?P<below>[0-9]+))"
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_WRAPPED = re.compile(
+    r"(\$\$?|\*\*?|__|`)(?P<a>.+)\1\.?|\\\((?P<b>(?:(?!\\\)).)+)\\\)\.?|\\\[(?P<c>(?:(?!\\\]).)+)\\\]\.?",
+    re.DOTALL,
 )
+_PLAIN = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)} | {0x2212: "-", 0x3000: " "}
+
+
+def _last_box(text: str) -> str:
+    "What stands in the last box; nothing if it is not closed."
+    start, depth = [m.end() for m in _BOX.finditer(text)][-1], 0
+    for brace in re.finditer(r"\\.|[{}]", text[start:]):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth <= 0:
+            return text[start + 1 : start + brace.start()]
+    return ""
 
 # %% ../nbs/method/02_verifiers.ipynb #f8d3c93a
-def _number_value(
-    text: str,  # an answer
-) -> Fraction | None:  # None if it is not a number
-    "The value of a decimal, fraction or mixed number; a currency sign before, a full stop or per cent sign after it are ignored."
-    text = " ".join(text.split()).lstrip("$ ").rstrip(".% ")
-    match = _NUMBER.fullmatch(text) if len(text.replace(" ", "")) <= 100 else None
-    if match is None:
-        return None
-    sign, digits, decimals, whole, above, below = match.groups()
-    if below is None:
-        plain = digits.replace(",", "").replace(" ", "") + (decimals or "")
-        value = Fraction(plain) if plain else None
-    else:
-        above, below = int(above.replace(",", "")), int(below)
-        if below == 0 or whole is not None and above >= below:  # 1 5/3 is no mixed number
-            return None
-        value = int(whole or 0) + Fraction(above, below)
-    return -value if sign == "-" and value is not None else value
+def _bare(text: str) -> str:
+    "An answer without box, dollars or emphasis round it, in single spaces; empty if there is none."
+    text = text.translate(_PLAIN).strip()
+    text = _last_box(text).strip() if _BOX.search(text) else text
+    while (match := _WRAPPED.fullmatch(text)) and (not match[1] or match[1] not in match["a"]):
+        text = (match["a"] or match["b"] or match["c"]).strip()
+    return " ".join(text.split())
 
 # %% ../nbs/method/02_verifiers.ipynb #fc93cdbb
-def _accepted_answers(wanted: Any, column: str) -> list[str]:
-    "The answers (one, or a list, set or array) of a task's column as text; missing ones (None, NaN) are left out."
-    wanted = wanted.tolist() if hasattr(wanted, "tolist") else wanted
-    many = wanted if isinstance(wanted, (list, tuple, set, frozenset)) else [wanted]
-    out = [x.item() if getattr(x, "ndim", None) == 0 else x for x in many if not is_missing(x)]
-    odd = [x for x in out if isinstance(x, (bytes, Iterable)) and not isinstance(x, str)]
-    if odd:
-        raise ValueError(
-            f"Column {column!r} must hold text, a number or a list of those, got {_shown(odd[0])}."
-        )
-    return [str(x) for x in out]
+_UNITS = """$ dollar dollars USD; € euro euros EUR; £ GBP; ¥ yen JPY; ₹ rupees INR; cent cents
+% percent; ° degree degrees; °C; °F; mm millimeters; cm centimeters; km kilometer kilometers kilometre kilometres
+meter meters metre metres; inch inches; ft foot feet; yd yard yards; mi mile miles; mg; kg kilogram kilograms; gram grams
+lb lbs pound pounds; oz ounce ounces; ml; liter liters litre litres; ms; sec second seconds; min minute minutes
+hr hour hours; day days; week weeks; month months; year years; km/h kmh; m/s; mph"""
+_UNIT = {name: unit.split()[0] for unit in re.split("[;\n]", _UNITS) for name in unit.split()}
+_NUMBER = re.compile(
+    r"(?P<sign>[-+]?) ?(?:(?P<money>[$€£¥₹]) ?)?(?P<minus>[-+]?)(?:"
+    r"(?P<digits>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?: [0-9]{3}){2,}|[0-9]*)(?P<decimals>\.[0-9]+)?"
+    r"(?P<power>[eE][-+]?[0-9]{1,3})?"
+    r"|(?:(?P<whole>[0-9]+) )?(?P<above>[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+) ?/ ?(?P<below>[0-9]+))"
+    r" ?(?P<unit>[A-Za-z€£¥₹$%°/]*)(?P<exponent>[²³]|\^\{?[23]\}?|)\.?"
+)
+
+# %% ../nbs/method/02_verifiers.ipynb #aef85dda
+def _quantity(
+    text: str,  # a bare answer
+) -> tuple[Fraction, str] | None:  # value and unit, which may be empty; None = no plain number
+    "The value of a decimal, fraction or mixed number, and its unit."
+    text = re.sub(r"\\(?:text|mathrm)\s?\{([^{}]*)\}|\\[,; ]|~", r" \1", text)
+    text = " ".join(text.replace("\\", "").replace("{,}", ",").split())
+    match = _NUMBER.fullmatch(text) if len(text.replace(" ", "")) <= 100 else None
+    if match is None or match["sign"] and match["minus"]:
+        return None
+    units = [match["money"], _UNIT.get(match["unit"], match["unit"])]
+    value = None if match["exponent"] and not match["unit"] else _plain_value(match)
+    if value is None or all(units) or units[1] and units[1] not in _UNIT.values():
+        return None
+    unit = (units[0] or units[1]) + match["exponent"].strip("^{}").translate({178: "2", 179: "3"})
+    return (-value if "-" in (match["sign"], match["minus"]) else value), unit
+
+
+def _plain_value(match: re.Match) -> Fraction | None:
+    "The number without its sign."
+    plain = lambda name: (match[name] or "").replace(",", "").replace(" ", "")
+    if match["below"] is None:
+        digits = plain("digits") + plain("decimals")
+        return Fraction(digits + plain("power")) if digits else None
+    whole, above, below = int(plain("whole") or 0), int(plain("above")), int(match["below"])
+    if below == 0 or match["whole"] and above >= below:  # 1 5/3 is no mixed number
+        return None
+    return whole + Fraction(above, below)
+
+# %% ../nbs/method/02_verifiers.ipynb #4fe317b9
+def _same_quantity(a: tuple[Fraction, str] | None, b: tuple[Fraction, str] | None) -> bool:
+    "Equal values; a unit that only one of them has is ignored."
+    return None not in (a, b) and a[0] == b[0] and (a[1] == b[1] or "" in (a[1], b[1]))
 
 # %% ../nbs/method/02_verifiers.ipynb #4ada210a
-def _same_answer(a: str, b: str, ignore_case: bool) -> bool:
-    "Equal text, or equal values."
-    a, b = " ".join(a.split()), " ".join(b.split())
-    if a == b or ignore_case and a.casefold() == b.casefold():
-        return True
-    value = _number_value(a)
-    return value is not None and value == _number_value(b)
+def _number_texts(value: Any) -> list[str]:
+    "The plain decimals that a number may be written as."
+    if isinstance(value, Decimal):
+        return [f"{value:f}"]
+    if not isinstance(value, (float, np.floating)) or not np.isfinite(value):
+        return [str(value)]
+    if float(value).is_integer():
+        return [str(int(value))]
+    with np.errstate(over="ignore"):
+        single = np.float32(value)
+    forms = [value, single] if float(single) == float(value) else [value]
+    return list(dict.fromkeys(np.format_float_positional(x, trim="-") for x in forms))
 
 # %% ../nbs/method/02_verifiers.ipynb #a46ee18d
+def _accepted_answers(wanted: Any, column: str, finder: _AnswerFinder) -> list[str]:
+    "The answers (one, or a list, set or array) of a task's column, bare; missing ones (None, NaN) are left out."
+    wanted = wanted.tolist() if hasattr(wanted, "tolist") else wanted
+    many = wanted if isinstance(wanted, (list, tuple, set, frozenset)) else [wanted]
+    out = []
+    for x in (x.item() if getattr(x, "ndim", None) == 0 else x for x in many if not is_missing(x)):
+        if isinstance(x, (bytes, Iterable)) and not isinstance(x, str):
+            raise ValueError(
+                f"Column {column!r} must hold text, a number or a list of those, got {_shown(x)}."
+            )
+        out += [
+            _bare(finder.reference(t)) for t in ([x] if isinstance(x, str) else _number_texts(x))
+        ]
+        if not out[-1]:
+            raise ValueError(f"Column {column!r} holds no answer in {_shown(x)}.")
+    return out
+
+# %% ../nbs/method/02_verifiers.ipynb #dfa02ed7
 @REWARDS.register(force=True)
 def exact_answer(
     column: str = "answer",  # task column with the answer, or a list of accepted answers
@@ -140,19 +217,46 @@ def exact_answer(
 ) -> Callable:
     "1 if the extracted answer equals the task's."
     _filled("exact_answer", column=column)
-    find = _answer_extractor(extract, tag, marker)
+    find = _AnswerFinder(extract, tag, marker)
 
     @reward_function(name="exact_answer", needs=[column])
     def reward(completion, **columns):
-        accepted = _accepted_answers(columns[column], column)
-        if not accepted:
-            return None
-        found = find(completion)
-        return float(
-            found is not None and any(_same_answer(found, x, ignore_case) for x in accepted)
+        accepted = _accepted_answers(columns[column], column, find)
+        found = _bare(find(completion, columns) or "")
+        return (
+            float(any(_same_answer(found, x, ignore_case) for x in accepted)) if accepted else None
         )
 
     return reward
+
+
+def _same_answer(a: str, b: str, ignore_case: bool) -> bool:
+    "Equal text, or equal values."
+    same = a == b or ignore_case and a.casefold() == b.casefold()
+    return same or _same_quantity(_quantity(a), _quantity(b))
+
+# %% ../nbs/method/02_verifiers.ipynb #94a302bd
+def _is_prose(text: str) -> bool:
+    "Words, or numbers side by side, which a parser of LaTeX would multiply or add."
+    plain = re.sub(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+", "|", text)
+    return bool(re.search(r"[A-Za-z]{3,}|[0-9]\s+[0-9]", plain))
+
+
+def _mathematics(text: str) -> str:
+    "The last piece of mathematics in a text, bare; empty if there is none."
+    text = _bare(text)
+    found = []
+    for first, last in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        end = text.rfind(last)
+        start = text.rfind(first, 0, max(end, 0))
+        found += [(end, text[start + len(first) : end])] if start >= 0 else []
+    if found or not _is_prose(text) or _quantity(text):
+        return _bare(max(found)[1]) if found else text
+    *before, last = text.split()
+    if before and _quantity(last) is None:  # a number and its unit
+        *before, last = *before[:-1], f"{before[-1]} {last}"
+    several = before and re.search(r"^(and|or)$|[0-9,]$", before[-1])
+    return text if several or _quantity(last) is None else last
 
 # %% ../nbs/method/02_verifiers.ipynb #356e1947
 _MATH_MEMORY = 1 << 30  # bytes that parsing and comparing may add to a worker
@@ -174,53 +278,89 @@ def _memory_limit(extra: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
-# %% ../nbs/method/02_verifiers.ipynb #99b944b9
-def _as_math(text: str) -> str:
-    marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
-    return text if marked else f"${text}$"
+# %% ../nbs/method/02_verifiers.ipynb #2cbcf0d8
+@contextmanager
+def _only_digits_are_numbers() -> Iterator[None]:
+    "While it lasts, sympy makes exact fractions of digits and of no other text anything: no text reaches its evaluator."
+    from sympy import Rational
+    from sympy.core.sympify import SympifyError, converter
 
-# %% ../nbs/method/02_verifiers.ipynb #95a99da0
-def _equal_math(found: str | None, reference: str, bare: bool, limit: int) -> bool:
-    "Whether math-verify finds them equal, in `limit` seconds a step; `bare`: the answer stands without words around it."
-    from math_verify import parse, verify
+    def convert(text):
+        if not re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", text):
+            raise SympifyError(text)
+        return Rational(Fraction(text))
 
-    read = lambda text: parse(text, parsing_timeout=limit, raise_on_error=True)
-    if found and found.split() == reference.split():
-        return True
-    gold = read(_as_math(reference))
-    if not gold:
-        raise ValueError(f"math-verify cannot parse the reference {reference!r}")
-    if found is None:
-        return False
+    before = converter.get(str)
+    converter[str] = convert
     try:
-        guess = read(_as_math(found) if bare or len(found.split()) == 1 else found)
-        return verify(gold, guess, timeout_seconds=limit, raise_on_error=True)
+        yield
+    finally:
+        converter.pop(str) if before is None else converter.update({str: before})
+
+# %% ../nbs/method/02_verifiers.ipynb #ed585e27
+def _read_math(text: str, limit: int) -> Any:  # a sympy object; None if it cannot be read
+    "LaTeX as math-verify reads it."
+    from math_verify import LatexExtractionConfig, parse
+
+    latex = [LatexExtractionConfig()]
+    found = parse(f"${text}$", latex, "no_fallback", parsing_timeout=limit, raise_on_error=True)
+    return found[0].doit() if found else None
+
+
+def _same_math(gold: Any, guess: Any, limit: int) -> bool:
+    "Equal numbers to 40 digits, equal expressions, or what math-verify finds equal: sets, intervals, equations, matrices."
+    from math_verify import verify
+    from sympy import Expr, simplify
+
+    if not (isinstance(gold, Expr) and isinstance(guess, Expr)):
+        return verify(
+            gold, guess, numeric_precision=100, timeout_seconds=limit, raise_on_error=True
+        )
+    if gold.is_number and guess.is_number:
+        a, b = gold.evalf(50), guess.evalf(50)
+        return gold == guess or bool(abs(a - b) <= abs(a) * 10**-40)
+    return bool(simplify(gold - guess) == 0)
+
+# %% ../nbs/method/02_verifiers.ipynb #99b944b9
+def _equal_math(found: str, reference: str, limit: int) -> bool:
+    "Whether two pieces of mathematics are equal, in `limit` seconds a step."
+    from math_verify.utils import timeout
+
+    pair = _quantity(found), _quantity(reference)
+    if found.split() == reference.split() or None not in pair:
+        return found.split() == reference.split() or _same_quantity(*pair)
+    if _is_prose(reference):
+        return False
+    gold = _read_math(reference, limit)
+    if gold is None:
+        raise ValueError(f"math-verify cannot parse the reference {reference!r}")
+    try:
+        guess = None if not found or _is_prose(found) else _read_math(found, limit)
+        return guess is not None and timeout(limit)(_same_math)(gold, guess, limit)
     except MemoryError:
         raise MemoryError(f"math-verify needs more than {_MATH_MEMORY >> 20} MiB") from None
     except Exception:  # what it cannot parse or compare is not equal; timeouts are no Exception
         return False
 
-# %% ../nbs/method/02_verifiers.ipynb #be6a76c8
+# %% ../nbs/method/02_verifiers.ipynb #95a99da0
 def _warm_up_math() -> None:
     "The first comparison of a process takes seconds on a busy machine."
-    from math_verify import parse, verify
+    with _only_digits_are_numbers():
+        _same_math(_read_math("1/2+x", 60), _read_math("x+1/3", 60), 60)
 
-    half, other = (parse(x, parsing_timeout=None) for x in ("$1/2$", "$x+1/3$"))
-    verify(half, other, timeout_seconds=None)
-
-# %% ../nbs/method/02_verifiers.ipynb #b60d8712
+# %% ../nbs/method/02_verifiers.ipynb #be6a76c8
 @REWARDS.register(force=True)
 def math_equivalence(
     column: str = "answer",  # task column with the reference, LaTeX or plain, or a list of those
-    extract: str | Callable = "whole",  # as in exact_answer; "whole" lets math-verify search
+    extract: str | Callable = "whole",  # where to look, as in exact_answer
     tag: str = "answer",
     marker: str = "####",
     math_timeout_s: int = 5,  # of each parse and each comparison, whole seconds
 ) -> Callable:
-    "1 if math-verify finds the answer equal to the reference."
+    "1 if the answer and the reference are mathematically equal."
     _filled("math_equivalence", column=column)
     limit = check_number("math_equivalence: math_timeout_s", math_timeout_s, 1, whole=True)
-    find, bare = _answer_extractor(extract, tag, marker), extract != "whole"
+    find = _AnswerFinder(extract, tag, marker)
     from math_verify.errors import TimeoutException
 
     @reward_function(
@@ -231,11 +371,11 @@ def math_equivalence(
             raise RuntimeError(
                 "math-verify needs the main thread of a process: run it through RewardRunner"
             )
-        accepted = _accepted_answers(columns[column], column)
-        found = find(completion)
+        accepted = _accepted_answers(columns[column], column, find)
+        found = _mathematics(find(completion, columns) or "")
         try:
-            with _memory_limit(_MATH_MEMORY):
-                equal = [_equal_math(found, reference, bare, limit) for reference in accepted]
+            with _memory_limit(_MATH_MEMORY), _only_digits_are_numbers():
+                equal = [_equal_math(found, _mathematics(x), limit) for x in accepted]
         except TimeoutException as e:
             raise TimeoutError(f"math-verify took more than {limit} s") from e
         return float(any(equal)) if accepted else None
@@ -254,7 +394,9 @@ def answer_tags(
 
     @reward_function(name="answer_tags")
     def reward(completion, **columns):
-        text, at, outside = _plain_text(completion), 0, ""
+        text, at, outside = _with_open_tag(completion, columns), 0, ""
+        if "prompt" not in columns and f"<{tags[0]}>" not in text:
+            text = f"<{tags[0]}>{text}"
         for tag in tags:
             first, last = f"<{tag}>", f"</{tag}>"
             start, end = text.find(first, at), text.find(last, at)
@@ -282,7 +424,8 @@ def format_match(
 
     @reward_function(name="format_match")
     def reward(completion, **columns):
-        return float(compiled.fullmatch(_plain_text(completion)) is not None)
+        texts = _plain_text(completion), _with_open_tag(completion, columns)
+        return float(any(map(compiled.fullmatch, texts)))
 
     return reward
 
@@ -370,6 +513,11 @@ def _gym_bits(answer: str | None, entry: Mapping) -> float:
     except ValueError:
         return 0.0
 
+# %% ../nbs/method/02_verifiers.ipynb #7b8a0af7
+def _gym_word(answer: str | None, entry: Mapping) -> float:
+    "game_of_life_halting: the word wanted."
+    return float((answer or "").strip().casefold() == str(entry["answer"]).casefold())
+
 # %% ../nbs/method/02_verifiers.ipynb #806ca68f
 def _gym_list(part: float, lines: bool = False, join: str = " ") -> Callable:
     "Scorer of a set whose answer is text; the same as a Python list gets part credit."
@@ -396,27 +544,46 @@ _GYM_SCORERS = {
     "binary_matrix": _gym_list(0.1, lines=True),
     "n_queens": _gym_list(0.5, lines=True),
     "bitwise_arithmetic": _gym_bits,
+    "game_of_life_halting": _gym_word,
 }
 
 # %% ../nbs/method/02_verifiers.ipynb #04ba4e3b
 _EVALUATE = {"eval", "exec", "compile", "parse_expr", "sympify", "literal_eval"}
 
 
+def _evaluators(function: Callable, owner: type, seen: set[str]) -> set[str]:
+    "Names by which a function, or what it calls in its class and module, evaluates text."
+    names = set(function.__code__.co_names) - seen
+    seen |= names
+    parts = [getattr(owner, n, None) or function.__globals__.get(n) for n in names]
+    called = [
+        f
+        for f in parts
+        if getattr(f, "__module__", None) == function.__module__ and hasattr(f, "__code__")
+    ]
+    return (_EVALUATE & names).union(*(_evaluators(f, owner, seen) for f in called))
+
+# %% ../nbs/method/02_verifiers.ipynb #989dc678
 def _gym_scorer(name: str) -> Callable[[str | None, Mapping], float]:
     "How answers of a dataset are scored; a scorer that evaluates text is refused."
     if name in _GYM_SCORERS:
         return _GYM_SCORERS[name]
     from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
-    score = get_score_answer_fn(one_of("reasoning-gym dataset", name, DATASETS))
-    if name == "number_sorting":  # it evaluates a reference answer that is not JSON
-        as_json = lambda entry: entry | {"answer": json.dumps(_read_list(entry["answer"]))}
-        return lambda answer, entry: score(answer, as_json(entry))
-    found = _EVALUATE & set(score.__code__.co_names)
-    if found:
+    kind, _ = DATASETS[one_of("reasoning-gym dataset", name, DATASETS)]
+    found = _evaluators(kind.score_answer, kind, set())
+    if found and name != "number_sorting":
         raise ValueError(
             f"reasoning-gym's scorer of {name!r} evaluates the text of the model ({', '.join(sorted(found))}), which "
             "could run anything: write a reward of your own for this dataset."
+        )
+    score = get_score_answer_fn(name)
+    if name == "number_sorting":  # it evaluates a reference answer that is not JSON
+        as_json = lambda entry: entry | {"answer": json.dumps(_read_list(entry["answer"]))}
+        return lambda answer, entry: score(answer, as_json(entry))
+    if name == "complex_arithmetic":  # it pays for nan
+        return lambda answer, entry: (
+            0.0 if "nan" in (answer or "").lower() else score(answer, entry)
         )
     return score
 
@@ -426,9 +593,11 @@ def reasoning_gym_score(
     extract: str | Callable = "tags", tag: str = "answer", marker: str = "####"
 ) -> Callable:
     "The score of the dataset's own rule, in [0, 1]; the answer is found as in exact_answer."
-    find, scorers = _answer_extractor(extract, tag, marker), {}
+    find, scorers = _AnswerFinder(extract, tag, marker), {}
 
-    @reward_function(name="reasoning_gym_score", needs=["answer"])
+    @reward_function(
+        name="reasoning_gym_score", needs=["answer"], own_process=True, warm_up=_warm_up_gym
+    )
     def reward(prompt, completion, metadata, **columns):
         if is_missing(metadata):
             return None
@@ -438,6 +607,21 @@ def reasoning_gym_score(
             scorers[name] = _gym_scorer(name)
         question = columns.get("question", prompt if isinstance(prompt, str) else None)
         entry = {"question": question, "answer": columns["answer"], "metadata": metadata}
-        return float(scorers[name](find(completion), entry))
+        with _memory_limit(_MATH_MEMORY):
+            return _gym_value(scorers[name], find(completion, columns | {"prompt": prompt}), entry)
 
     return reward
+
+
+def _gym_value(score: Callable, answer: str | None, entry: Mapping) -> float:
+    "The score; 0 for an answer that the scorer fails on, unless it fails on the right one too."
+    try:
+        return float(score(answer, entry))
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError):
+        score(entry["answer"], entry)
+        return 0.0
+
+
+def _warm_up_gym() -> None:
+    "The import takes seconds."
+    import reasoning_gym  # noqa: F401

@@ -1,6 +1,5 @@
 """Rewards: the contract, faults of functions, worker processes, ready rewards."""
 
-import json
 import math
 import os
 import signal
@@ -8,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +21,6 @@ from grpo_nb.reward_runner import RewardConfig, RewardRunner
 from grpo_nb.reward_workers import _decode
 from grpo_nb.rewards import RewardError, reward_function
 from grpo_nb.verifiers import (
-    _between_tags,
-    _gym_scorer,
-    _number_value,
     answer_tags,
     exact_answer,
     format_match,
@@ -576,36 +571,6 @@ def in_thread(f):
     return results[0]
 
 
-def test_math_equivalence():
-    bare = ("A", "(1,2)", "x+y", "yes", "True", "12:30", "[1, 2)", r"\text{A}", r"2\pi")
-    cases = [(x, x, 1) for x in bare] + [
-        (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 1),
-        ("the answer is $0.5$", r"\frac12", 1),
-        ("The answer is 5", "5", 1),
-        ("$2$", r"2\pi", 0),  # bare LaTeX would be read as 2
-        (r"$\{2,1\}$", r"\{1,2\}", 1),
-        ("y+x", "x+y", 1),
-        ("5", ["4", "5"], 1),
-        ("6", np.array(["4", "5"]), 0),
-        ("B", "A", 0),
-        ("(1,3)", "(1,2)", 0),
-        ("", "1", 0),
-        (r"$\frac{{$", "1", 0),
-        ("$1$", None, -99),
-        ("$9^{9^{9^{9}}}$", "1", -1),
-        ("$1$", "", -2),
-    ]
-    tasks = [Task(answer=a) for _, a, _ in cases]
-    options = dict(on_timeout=-1.0, on_error=-2.0, **QUIET)
-    with RewardRunner([math_equivalence(math_timeout_s=2)], **options) as runner:
-        scored = in_thread(lambda: runner(batch([c for c, _, _ in cases], tasks)))
-    assert values(scored.rewards_NR[:, 0]) == [w for _, _, w in cases]
-    assert counts(runner, "math_equivalence") == [len(cases) - 3, 1, 1, 1, 0]
-    assert runner.config.workers == 0  # it gets a process anyway, also when called from a thread
-    refused = in_thread(lambda: math_equivalence()(completion="1", answer="1"))
-    assert isinstance(refused, RuntimeError) and "needs the main thread" in str(refused)
-
-
 def test_missing_values_do_not_apply_and_are_no_zeros():
     import pandas as pd
 
@@ -644,20 +609,6 @@ def test_masked_entries_of_returned_arrays_do_not_apply(workers):
     with RewardRunner([flat, rows], workers=workers) as runner:
         table = values(runner(batch(["a", "b", "c"])).rewards_NRK)
     assert table == [[[1, 1], [1, -99]], [[-99, -99], [-99, -99]], [[3, 3], [5, 6]]]
-
-
-def test_accepted_answers_of_any_sequence():
-    many = [np.array(["4", "5"]), np.array([4, 5]), torch.tensor([4.0, 5.0]), ["x", None, 5]]
-    many += [{"4", "5"}, ("4", np.int64(5)), [torch.tensor(5)]]
-    for answer in (*many, np.array(5), np.str_("5"), 5, 5.0, Fraction(5)):
-        assert exact_answer()(completion="5", answer=answer) == 1.0
-        assert exact_answer()(completion="6", answer=answer) == 0.0
-
-
-def test_answers_that_cannot_be_compared_are_errors():
-    for odd in ({"a": 1}, b"5", [["5"]], np.array([["5"]]), range(3), [{"a": 1}]):
-        with pytest.raises(RewardError, match="'answer' must hold text, a number or a list"):
-            RewardRunner([exact_answer()])(batch(["5"], [Task(answer=odd)]))
 
 
 def test_text_of_chat_completions():
@@ -960,181 +911,6 @@ def test_wrong_parameters_of_ready_rewards_are_one_line(factory, given):
     one_line(lambda: answer_tags([]), "at least one tag")
     one_line(lambda: length_target(-1), "target must be >= 0")
     one_line(lambda: length_target(0), "width must be > 0")
-
-
-@pytest.mark.parametrize(
-    "said, answer, want",
-    [
-        ("1 2/3", "4", 0),
-        ("1 2/3", "5/3", 1),
-        ("-1 2/3", "-5/3", 1),
-        ("3  1 / 2", "7/2", 1),
-        ("1 5/3", "8/3", 0),  # no mixed number
-        ("1 2", "12", 0),
-        ("1\n2", "12", 0),
-        ("1 000", "1000", 0),  # one group: also the numbers 1 and 0
-        ("1 234 567", "1234567", 1),
-        ("1\u00a0234\u00a0567.0", "1234567", 1),
-        ("1 234 56", "123456", 0),
-        ("1,234 567", "1234567", 0),
-        ("1,234", "1234", 1),
-        ("0,123", "123", 0),  # a decimal comma
-        ("$ 1,000.50", "1000.5", 1),
-        ("- 5 %", "-5", 1),
-        ("1,000/2", "500", 1),
-    ],
-)
-def test_spaces_never_join_digits(said, answer, want):
-    assert exact_answer()(completion=said, answer=answer) == want
-    assert exact_answer()(completion=answer, answer=said) == want
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 999), min_size=2, max_size=4), st.integers(1, 30))
-def test_numbers_in_a_row_are_no_number_but_in_groups_of_three(parts, below):
-    text = " ".join(map(str, parts))
-    groups = len(parts) > 2 and parts[0] > 0 and all(x > 99 for x in parts[1:])
-    assert _number_value(text) == (int(text.replace(" ", "")) if groups else None)
-    mixed = _number_value(f"{parts[0]} {parts[1]}/{below}")
-    assert mixed == (parts[0] + Fraction(parts[1], below) if parts[1] < below else None)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.text(alphabet="<>/answer x", max_size=60), st.text(alphabet="ab ", max_size=9))
-def test_between_tags_finds_the_last_pair(noise, inside):
-    assert _between_tags(f"{noise}<answer>{inside}</answer>", "answer") == inside.strip()
-    assert (
-        _between_tags("x" + noise.replace("<answer>", "").replace("</answer>", ""), "answer")
-        is None
-    )
-
-
-def test_tags_are_found_in_linear_time():
-    text = "<answer>" * 200_000
-    start = time.monotonic()
-    assert _between_tags(text, "answer") is None and answer_tags()(completion=text) == 0.0
-    assert time.monotonic() - start < 2
-
-
-def test_reasoning_gym_oracles_score_one_also_after_json():
-    reasoning_gym = pytest.importorskip("reasoning_gym")
-    items = [
-        reasoning_gym.create_dataset(name, size=1, seed=1)[0]
-        for name in ("chain_sum", "countdown", "spell_backward")
-    ]
-    for store in (lambda m: m, json.dumps, lambda m: json.loads(json.dumps(m))):
-        tasks = [
-            Task(x["question"], answer=x["answer"], metadata=store(x["metadata"])) for x in items
-        ]
-        said = [f"<answer>{x['answer']}</answer>" for x in items]
-        assert RewardRunner([reasoning_gym_score()])(batch(said, tasks)).rewards_NR.min() == 1.0
-        assert RewardRunner([reasoning_gym_score()])(batch(["?"] * 3, tasks)).rewards_NR.max() < 0.1
-
-
-ATTACKS = """
-import os, sys
-ran = []
-def hook(event, args):
-    if event == "exec" and getattr(args[0], "co_filename", "").startswith("<"):
-        ran.append(args[0].co_filename)
-    if event in ("os.system", "subprocess.Popen"):
-        ran.append(event)
-
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
-from grpo_nb.verifiers import _gym_scorer
-
-evil = "__import__('os').environ.update(SEEN='1')"
-texts = [evil, f"[{evil}]", f"1+{evil}", f"({evil})", f"1\\n{evil}", f'{{"a": {evil}}}', "9**9**9**9", "1/0",
-         "(" * 5000, "[" * 100000, "9" * 10**5, "", None]
-refused = []
-for name, (kind, _) in sorted(DATASETS.items()):
-    if name == "composite" or "score_answer" not in vars(kind):  # text compared as it is
-        continue
-    try:
-        score = _gym_scorer(name)
-    except ValueError as e:
-        assert "\\n" not in str(e)
-        refused.append(name)
-        continue
-    try:
-        entry = reasoning_gym.create_dataset(name, size=1, seed=1)[0]
-    except Exception:
-        continue
-    if not hasattr(sys, "hooked"):
-        sys.addaudithook(hook)
-        sys.hooked = True
-    for text in texts:
-        ran.clear()
-        try:
-            score(text, entry)
-        except Exception:
-            pass  # an error of the reward, which has a policy
-        assert not [x for x in ran if x in ("<string>", "<unknown>", "os.system")], (name, text[:60], ran)
-        assert "SEEN" not in os.environ, (name, text)
-print('refused', *refused)
-"""
-
-
-def test_no_text_of_a_model_is_evaluated_by_any_scorer_of_reasoning_gym():
-    pytest.importorskip("reasoning_gym")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ATTACKS],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    refused = "intermediate_integration polynomial_multiplication simple_integration"
-    assert done.stdout.rpartition("refused")[2].split() == refused.split()
-
-
-def test_grammars_of_ours_agree_with_the_scorers_they_replace():
-    gym = pytest.importorskip("reasoning_gym")
-    from reasoning_gym.factory import get_score_answer_fn
-
-    def said(name, entry):
-        yield from (entry["answer"], None, "", "x", "[]", entry["answer"] + "0")
-        inside = entry["metadata"]
-        if name == "countdown":
-            yield from ("1+1", "+".join(map(str, inside["numbers"])), "7/0", "(2", "1 - -2")
-        if name == "bitwise_arithmetic":
-            yield from (str(int(entry["answer"], 0)), "0b101", "0x", "1.0")
-        if name == "puzzle24":
-            yield from ("1+1", "4*6", "1+2+3+4", "24")
-        yield from {
-            "string_insertion": [str(list(entry["answer"])), "['A']"],
-            "spiral_matrix": [str(inside.get("solution")), "[1, 'a', 2]"],
-            "binary_matrix": [str(inside.get("solution")), "[[0, 1], [1, 0]]", "[0]"],
-            "n_queens": [str(inside.get("solutions", [[]])[0]), "[['Q']]"],
-        }.get(name, [])
-
-    for name in (
-        "countdown puzzle24 string_insertion spiral_matrix binary_matrix n_queens "
-        "bitwise_arithmetic number_sorting chain_sum gcd lcm spell_backward letter_counting"
-    ).split():
-        theirs, ours = get_score_answer_fn(name), _gym_scorer(name)
-        for seed in range(4):
-            entry = gym.create_dataset(name, size=1, seed=seed)[0]
-            for text in said(name, entry):
-                assert ours(text, entry) == theirs(text, entry), (name, text, entry["answer"])
-            assert ours(entry["answer"], entry) == 1.0
-
-
-def test_parsing_mathematics_has_a_memory_limit():
-    def wants(completion):
-        import resource
-
-        from grpo_nb.verifiers import _MATH_MEMORY, _memory_limit
-
-        before = resource.getrlimit(resource.RLIMIT_AS)
-        with _memory_limit(_MATH_MEMORY):
-            bytearray((64 << 20) if completion == "less" else (2 << 30))
-        return float(resource.getrlimit(resource.RLIMIT_AS) == before)
-
-    with RewardRunner([wants], workers=1, on_error="skip", **QUIET) as runner:
-        assert values(runner(batch(["less", "more"])).rewards_NR) == [[1.0], [-99.0]]
-        assert runner.failures[0].message.startswith("MemoryError")
 
 
 @settings(max_examples=20, deadline=None)

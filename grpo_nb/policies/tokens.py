@@ -301,6 +301,7 @@ def sample(
     width = int(mask.sum(1).max())
     token, mask, logp, entropy = (x[:, :width] for x in (token, mask, logp, entropy))
     last = token.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
+    ends = self.tokenizer.batch_decode([ids[-16:].tolist() for ids in prompts])
     return Rollout(
         group_N=index_N,
         tasks=[t for t in tasks for _ in range(num_generations)],
@@ -315,6 +316,7 @@ def sample(
         info={
             "truncated": ~torch.isin(last, torch.tensor(self.stop)),
             "entropy": entropy.sum(1) / mask.sum(1),
+            "prompt_end": [ends[i] for i in index_N.tolist()],  # a tag that it leaves open
         },
     )
 

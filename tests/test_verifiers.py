@@ -1,0 +1,391 @@
+"""Ready rewards: what is a right answer, and that no text of a model is ever executed."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_nb.core import Rollout
+from grpo_nb.policies.tokens import TokenPolicy
+from grpo_nb.reward_runner import RewardRunner
+from grpo_nb.rewards import RewardError
+from grpo_nb.tasks import Task
+from grpo_nb.verifiers import (
+    _MATH_MEMORY,
+    _between_tags,
+    _gym_scorer,
+    _memory_limit,
+    _quantity,
+    answer_tags,
+    exact_answer,
+    format_match,
+    math_equivalence,
+    reasoning_gym_score,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+QUIET = dict(warn_error_share=1.0, max_error_share=1.0)
+
+
+def batch(outputs, columns):
+    "A rollout of texts, each for a task of its own."
+    n = len(outputs)
+    return Rollout(
+        group_N=torch.arange(n),
+        tasks=[Task(c.pop("prompt", "p"), c, "t", i) for i, c in enumerate(columns)],
+        states={},
+        mask_NS=torch.ones(n, 1, dtype=torch.bool),
+        old_logp_NS=torch.zeros(n, 1),
+        outputs=list(outputs),
+    )
+
+
+def run(code):
+    "The output of a program in a process of its own."
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_math_equivalence_in_its_worker():
+    bare = ("A", "(1,2)", "x+y", "yes", "True", "12:30", "[1, 2)", r"\text{A}", r"2\pi", "1 2")
+    cases = [(x, x, 1) for x in bare] + [
+        ("The answer is 5", "5", 1),
+        ("$2$", r"2\pi", 0),  # bare LaTeX would be read as 2
+        (r"$\{2,1\}$", r"\{1,2\}", 1),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}", 0),
+        (r"(\sqrt2+\sqrt3)^2", r"5+2\sqrt6", 1),
+        ("y + x", "x+y", 1),
+        (r"\{10^{-7}, 1\}", r"\{2\cdot 10^{-7}, 1\}", 0),
+        ("5", ["4", "5"], 1),
+        ("6", np.array(["4", "5"]), 0),
+        ("B", "A", 0),
+        ("(1,3)", "(1,2)", 0),
+        ("", "1", 0),
+        (r"$\frac{{$", "1", 0),
+        ("$1$", None, -99),
+        ("$9^{9^{9^{9}}}$", "x", -1),
+        ("$1$", r"\frac{", -2),
+    ]
+    options = dict(on_timeout=-1.0, on_error=-2.0, **QUIET)
+    scored = []
+    with RewardRunner([math_equivalence(math_timeout_s=2)], **options) as runner:
+        job = batch([c for c, _, _ in cases], [{"answer": a} for _, a, _ in cases])
+        thread = threading.Thread(target=lambda: scored.append(runner(job).rewards_NR[:, 0]))
+        thread.start()
+        thread.join()
+    assert scored[0].nan_to_num(nan=-99).tolist() == [w for _, _, w in cases]
+    assert runner.config.workers == 0  # it gets a process anyway, also when called from a thread
+    thread = threading.Thread(target=lambda: scored.append(refused()), daemon=True)
+
+    def refused():
+        with pytest.raises(RuntimeError, match="needs the main thread"):
+            math_equivalence()(completion="1", answer="1")
+        return "refused"
+
+    thread.start()
+    thread.join()
+    assert scored[-1] == "refused"
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (1e-05, "0.00001"),
+        (1e20, "100000000000000000000"),
+        (np.float32(0.1), "0.1"),
+        (float(np.float32(0.1)), "0.1"),
+        (np.array([0.1], np.float32), "0.1"),
+        (torch.tensor(0.1), "0.1"),
+        (123456784.0, "123456784"),  # of single precision too, whose short form is another number
+        (Decimal("1E-7"), "0.0000001"),
+        (Decimal("0.10"), "0.1"),
+        (Fraction(1, 3), "1/3"),
+        (-0.0, "0"),
+        (2**70, str(2**70)),
+    ],
+)
+def test_a_number_in_a_column_keeps_its_value(value, text):
+    for make in (exact_answer, math_equivalence):
+        assert make()(completion=text, answer=value) == 1.0
+        assert make()(completion=text + "1", answer=value) == 0.0
+
+
+def test_accepted_answers_of_any_sequence():
+    many = [np.array(["4", "5"]), np.array([4, 5]), torch.tensor([4.0, 5.0]), ["x", None, 5]]
+    many += [{"4", "5"}, ("4", np.int64(5)), [torch.tensor(5)]]
+    for answer in (*many, np.array(5), np.str_("5"), 5, 5.0, Fraction(5)):
+        assert exact_answer()(completion="5", answer=answer) == 1.0
+        assert exact_answer()(completion="6", answer=answer) == 0.0
+
+
+def test_answers_that_cannot_be_compared_are_errors():
+    for odd in ({"a": 1}, b"5", [["5"]], np.array([["5"]]), range(3), [{"a": 1}]):
+        with pytest.raises(RewardError, match="'answer' must hold text, a number or a list"):
+            RewardRunner([exact_answer()])(batch(["5"], [{"answer": odd}]))
+    for empty in ("", " ", r"\boxed{}", "$\n$", "So it is 5.\n####"):
+        with pytest.raises(RewardError, match="'answer' holds no answer"):
+            RewardRunner([exact_answer(extract="marker")])(batch(["5"], [{"answer": empty}]))
+
+
+@pytest.mark.parametrize("make", [exact_answer, math_equivalence])
+@pytest.mark.parametrize(
+    "extract, gold",
+    [
+        ("marker", "24+48=72\n#### 72"),
+        ("tags", "<think>24+48</think><answer>72</answer>"),
+        ("whole", r"\boxed{72}"),
+        ("tags", "72"),
+        (lambda text: text.split()[-1], "72"),
+    ],
+)
+def test_references_are_read_by_the_rule_of_completions(make, extract, gold):
+    score, said = make(extract=extract), "so <answer>72</answer> #### 72"
+    said = said if isinstance(extract, str) and extract != "whole" else "72"
+    assert score(completion=said, answer=gold) == 1.0
+    assert score(completion=said.replace("72", "73"), answer=gold) == 0.0
+
+
+def test_a_tag_that_the_prompt_leaves_open_is_seen_by_every_reward_about_tags():
+    said = "2 plus 2.</think><answer>4</answer>"
+    rewards = [answer_tags(), format_match("<think>.*</think><answer>4</answer>")]
+    rewards += [exact_answer(extract="tags", tag="think")]
+    asked = [{"role": "user", "content": "2+2"}]
+    opened = [*asked, {"role": "assistant", "content": "<think>\n"}]
+    prompts = ["2+2?<think>\n", opened, "2+2?", asked]
+    columns = [{"prompt": p, "answer": "2 plus 2."} for p in prompts]
+    scored = RewardRunner(rewards)(batch([said] * 4, columns)).rewards_NR
+    assert scored.tolist() == [[1, 1, 1]] * 2 + [[0, 0, 0]] * 2
+    policy = TokenPolicy.from_pretrained(ROOT / "data/tiny-llama", max_new_tokens=2)
+    policy.tokenizer.chat_template, policy.chat = "{{messages[0].content}}<think>", True
+    rollout = policy.sample([Task("2+2", {}, "t", 0)], 2, torch.Generator().manual_seed(0))
+    assert RewardRunner([answer_tags()])(rollout.replace(outputs=[said] * 2)).rewards_NR.min() == 1
+
+
+@pytest.mark.parametrize(
+    "said, answer, want",
+    [
+        ("1 2/3", "4", 0),
+        ("1 2/3", "5/3", 1),
+        ("-1 2/3", "-5/3", 1),
+        ("3  1 / 2", "7/2", 1),
+        ("1 5/3", "8/3", 0),  # no mixed number
+        ("1 2", "12", 0),
+        ("1\n2", "12", 0),
+        ("1 000", "1000", 0),  # one group: also the numbers 1 and 0
+        ("1 234 567", "1234567", 1),
+        ("1\u00a0234\u00a0567.0", "1234567", 1),
+        ("1 234 56", "123456", 0),
+        ("1,234 567", "1234567", 0),
+        ("0,123", "123", 0),  # a decimal comma
+        ("$ 1,000.50", "1000.5", 1),
+        ("- 5 %", "-5", 1),
+        ("1,000/2", "500", 1),
+        ("5^2", "5", 0),
+        ("5 cm^2", "5 cm", 0),
+        ("5k", "5", 0),
+        ("$1$ and $2$", "1", 0),
+        (r"\(1\) and \(2\)", "1", 0),
+        ("5 or 6", "5", 0),
+        ("1e999999999", "1", 0),
+    ],
+)
+def test_a_wrong_number_is_never_right(said, answer, want):
+    for score in (exact_answer(), math_equivalence()):
+        assert score(completion=said, answer=answer) == want
+        if answer != "1":
+            assert score(completion=answer, answer=said) == want
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 999), min_size=2, max_size=4), st.integers(1, 30))
+def test_numbers_in_a_row_are_no_number_but_in_groups_of_three(parts, below):
+    text = " ".join(map(str, parts))
+    groups = len(parts) > 2 and parts[0] > 0 and all(x > 99 for x in parts[1:])
+    assert _quantity(text) == ((int(text.replace(" ", "")), "") if groups else None)
+    mixed = _quantity(f"{parts[0]} {parts[1]}/{below}")
+    assert mixed == ((parts[0] + Fraction(parts[1], below), "") if parts[1] < below else None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet="<>/answer x", max_size=60), st.text(alphabet="ab ", max_size=9))
+def test_between_tags_finds_the_last_pair(noise, inside):
+    assert _between_tags(f"{noise}<answer>{inside}</answer>", "answer") == inside.strip()
+    assert _between_tags(f"{noise}<answer>{inside}</answer><answer>", "answer") is None
+
+
+def test_answers_are_found_in_linear_time():
+    start = time.monotonic()
+    for piece in ("<answer>", r"\boxed{", "$", "*", "`", "1 ", "1,", r"\(", r"\)", "{", "5 or "):
+        text = piece * (200_000 // len(piece))
+        for extract in ("whole", "tags"):
+            assert exact_answer(extract=extract)(completion=text, answer="1") == 0.0
+        assert answer_tags()(completion=text) == 0.0
+    assert time.monotonic() - start < 5
+
+
+ATTACKS = """
+import os, sys, time
+import reasoning_gym
+from math_verify import parse, verify
+from reasoning_gym.factory import DATASETS
+from grpo_nb.verifiers import _gym_scorer, _gym_value, _warm_up_math, math_equivalence
+
+ran = []
+def hook(event, args):
+    code = getattr(args[0], "co_filename", "") if event == "exec" else event
+    if str(getattr(args[0], "co_names", "")).startswith("('monomial_"):
+        return  # sympy writes its own arithmetic of polynomials, for so many variables
+    if code in ("<string>", "<unknown>", "os.system", "subprocess.Popen"):
+        ran.append(code)
+
+evil = "__import__('os').environ.update(SEEN='1')"
+texts = [evil, f"[{evil}]", f"1+{evil}", f"({evil})", f"1\\n{evil}", f'{{"a": {evil}}}', "9**9**9**9", "1/0",
+         "(" * 5000, "[" * 100000, "9" * 10**5, "", None, "nan", "inf", "nan+nanj", "1e999", "qwertz"]
+refused = []
+_warm_up_math()
+for name, (kind, _) in sorted(DATASETS.items()):
+    if name == "composite":  # its entries name the dataset that they come from
+        continue
+    try:
+        score = _gym_scorer(name)
+    except ValueError as e:
+        assert "\\n" not in str(e)
+        refused.append(name)
+        continue
+    try:
+        entry = reasoning_gym.create_dataset(name, size=1, seed=1)[0]
+    except Exception:
+        continue
+    if not hasattr(sys, "hooked"):
+        sys.addaudithook(hook)
+        sys.hooked = True
+    for text in texts:
+        ran.clear()
+        value = _gym_value(score, text, entry)
+        assert not ran, (name, text[:60], ran)
+        assert value < .5, (name, text, value)
+        assert "SEEN" not in os.environ, (name, text)
+maths = math_equivalence(math_timeout_s=1)
+for text in [t for t in texts if t] + ["3.5", "$4$", r"\\\\frac{1}{2}", "x+1", "1e5", "[1,2)", f"${evil}$", "sin(2)"]:
+    ran.clear()
+    for reference in ("\\\\pi", "x^2+0.5"):
+        try:
+            assert maths(completion=text, answer=reference) == 0, text
+        except (TimeoutError, MemoryError):
+            pass
+    assert not ran and "SEEN" not in os.environ, text
+print('refused', *refused)
+"""
+
+
+def test_no_text_of_a_model_is_evaluated_and_nonsense_earns_nothing():
+    pytest.importorskip("reasoning_gym")
+    refused = "intermediate_integration polynomial_multiplication simple_integration"
+    assert run(ATTACKS).rpartition("refused")[2].split() == refused.split()
+
+
+def test_every_scorer_of_the_installed_reasoning_gym_that_evaluates_is_known():
+    "By name in the source, wherever it stands in a file that scores answers."
+    gym = pytest.importorskip("reasoning_gym")
+    import re
+
+    found = set()
+    for path in Path(gym.__file__).parent.rglob("*.py"):
+        source = path.read_text("utf-8")
+        if "def score_answer" in source and re.search(
+            r"\b(eval|exec|parse_expr|sympify|literal_eval|pickle\.loads)\(", source
+        ):
+            found.add(path.stem)
+    grammars = {"countdown", "puzzle24", "string_insertion", "spiral_matrix", "binary_matrix"}
+    grammars |= {"n_queens", "bitwise_arithmetic"}
+    refused = {"simple_integration", "intermediate_integration", "polynomial_multiplication"}
+    # number_sorting evaluates the reference, codeio its tasks; propositional_logic has a parser of that name
+    assert found == grammars | refused | {"number_sorting", "codeio", "propositional_logic"}
+
+
+def test_a_scorer_that_computes_for_ever_is_ended_and_one_that_cannot_read_gives_zero():
+    gym = pytest.importorskip("reasoning_gym")
+    names, said = ("chain_sum", "prime_factorization", "coin_flip"), ("?", "x", "1e999999999")
+    items = [gym.create_dataset(name, size=1, seed=1)[0] for name in names]
+    columns = [
+        dict(prompt=x["question"], answer=x["answer"], metadata=x["metadata"]) for x in items
+    ]
+    options = dict(timeout_s=2, on_timeout=-1.0, **QUIET)
+    with RewardRunner([reasoning_gym_score()], **options) as runner:
+        answers = [f"<answer>{x}</answer>" for x in said]
+        assert runner(batch(answers, [dict(c) for c in columns])).rewards_NR[:, 0].tolist()[1:] == [
+            0,
+            -1,
+        ]
+        right = [f"<answer>{x['answer']}</answer>" for x in items]
+        stored = [c | {"metadata": json_of(c["metadata"])} for c in columns]
+        assert runner(batch(right, stored)).rewards_NR.min() == 1.0
+
+
+def json_of(metadata):
+    import json
+
+    return json.dumps(metadata, default=str)
+
+
+def test_grammars_of_ours_agree_with_the_scorers_they_replace():
+    gym = pytest.importorskip("reasoning_gym")
+    from reasoning_gym.factory import get_score_answer_fn
+
+    def said(name, entry):
+        yield from (entry["answer"], None, "", "x", "[]", entry["answer"] + "0")
+        inside = entry["metadata"]
+        if name == "countdown":
+            yield from ("1+1", "+".join(map(str, inside["numbers"])), "7/0", "(2", "1 - -2")
+        if name == "bitwise_arithmetic":
+            yield from (str(int(entry["answer"], 0)), "0b101", "0x", "1.0")
+        if name == "puzzle24":
+            yield from ("1+1", "4*6", "1+2+3+4", "24")
+        yield from {
+            "string_insertion": [str(list(entry["answer"])), "['A']"],
+            "spiral_matrix": [str(inside.get("solution")), "[1, 'a', 2]"],
+            "binary_matrix": [str(inside.get("solution")), "[[0, 1], [1, 0]]", "[0]"],
+            "n_queens": [str(inside.get("solutions", [[]])[0]), "[['Q']]"],
+        }.get(name, [])
+
+    for name in (
+        "countdown puzzle24 string_insertion spiral_matrix binary_matrix n_queens "
+        "bitwise_arithmetic number_sorting chain_sum gcd lcm spell_backward letter_counting"
+    ).split():
+        theirs, ours = get_score_answer_fn(name), _gym_scorer(name)
+        for seed in range(4):
+            entry = gym.create_dataset(name, size=1, seed=seed)[0]
+            for text in said(name, entry):
+                assert ours(text, entry) == theirs(text, entry), (name, text, entry["answer"])
+            assert ours(entry["answer"], entry) == 1.0
+
+
+def test_parsing_mathematics_has_a_memory_limit():
+    def wants(completion):
+        import resource
+
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        with _memory_limit(_MATH_MEMORY):
+            bytearray((64 << 20) if completion == "less" else (2 << 30))
+        return float(resource.getrlimit(resource.RLIMIT_AS) == before)
+
+    with RewardRunner([wants], workers=1, on_error="skip", **QUIET) as runner:
+        scored = runner(batch(["less", "more"], [{}, {}])).rewards_NR[:, 0]
+        assert scored[0] == 1 and scored[1].isnan()
+        assert runner.failures[0].message.startswith("MemoryError")
