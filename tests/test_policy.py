@@ -1,11 +1,20 @@
 "Token policies: padding, packing, prefix sharing, chunking and decoding on several architectures."
 
 import copy
+import json
+import pickle
+import re
+import shutil
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -22,7 +31,7 @@ from grpo_nb.policies.decoding import Decoder, LlamaDecoder, head_logp, shape_lo
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
-from grpo_nb.update import UpdateConfig, check_on_policy, update
+from grpo_nb.update import check_on_policy
 
 SIZE = dict(
     vocab_size=55, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
@@ -191,39 +200,6 @@ def test_stop_token_is_in_the_mask_and_nothing_after_it(policy):
     )
 
 
-def test_outputs_show_special_tokens_so_that_padding_inside_an_answer_is_no_answer(policy):
-    tokenizer = policy.tokenizer
-    ids = tokenizer("4<pad>2")["input_ids"]
-    assert tokenizer.convert_tokens_to_ids("<pad>") in ids
-    ids_NS = torch.tensor([[*ids, policy.stop[0]]])
-    assert policy.decode(ids_NS, torch.ones_like(ids_NS, dtype=torch.bool)) == ["4<pad>2"]
-
-
-def test_zero_learning_rate_leaves_every_ratio_at_one(policy):
-    r = policy.sample(TASKS, 4, seeded(9, "s"))
-    adv = torch.randn(len(r), generator=seeded(0, "a"))
-    opt = torch.optim.AdamW(policy.parameters(), 0.0)
-    config = UpdateConfig(num_epochs=3, minibatch_size=8, micro_tokens=20)
-    for row in update(policy, r, adv, opt, config, generator=seeded(0, "mb")).rows:
-        assert abs(row["ratio/min"] - 1) < 1e-4 and abs(row["ratio/max"] - 1) < 1e-4
-        assert row["clip_ratio/region_mean"] == 0 and row["kl_old/k3"] < 1e-8
-
-
-def test_leaving_out_zero_advantages_is_exact(policy):
-    r = policy.sample(TASKS, 4, seeded(10, "s"))
-    adv = torch.randn(len(r), generator=seeded(0, "a"))
-    adv[:4] = 0  # a group without signal
-    grads = []
-    for skip in (True, False):
-        p = copy.deepcopy(policy)
-        opt = torch.optim.SGD(p.parameters(), 1.0)
-        before = torch.cat([q.detach().flatten() for q in p.parameters()])
-        got = update(p, r, adv, opt, UpdateConfig(skip_zero_advantage=skip, max_grad_norm=None))
-        grads.append(before - torch.cat([q.detach().flatten() for q in p.parameters()]))
-        assert got.rows[0]["n_scored"] == (12 if skip else 16)
-    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-3)
-
-
 def test_half_precision_scores_in_fp32(tokenizer):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MODELS["llama"], dtype=torch.bfloat16)
@@ -250,30 +226,21 @@ def test_head_logp_peak_memory_does_not_grow_with_the_number_of_tokens():
     assert seen and all(s[0] <= 16 for s in seen)
 
 
-def test_lora_starts_as_the_model_trains_only_its_additions_and_merges(tmp_path):
-    base = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=6)
-    p = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=6, lora={"r": 4})
-    tasks = list(Taskset.load(data_path("tasks/middle_train.jsonl"))[:4])
-    a, b = (x.sample(tasks, 4, seeded(0, "s")) for x in (base, p))
+def test_lora_starts_as_the_model_and_trains_only_its_additions():
+    base, p = (TokenPolicy.from_pretrained("data:tiny-llama", max_new_tokens=6, lora=o) for o in (None, {"r": 4}))  # fmt: skip
+    a, b = (x.sample(TASKS, 4, seeded(0, "s")) for x in (base, p))
     assert torch.equal(a.states["completion_ids"], b.states["completion_ids"])
     torch.testing.assert_close(a.old_logp_NS, b.old_logp_NS, atol=1e-5, rtol=0)
     before = {k: v.clone() for k, v in p.model.state_dict().items()}
     halves = lambda completions, **columns: [float(i % 2) for i in range(len(completions))]
     config = load_config(None, ["steps=3", "optimizer.lr=1e-2", "optimizer.warmup=0", "train_batch_size=4", "num_generations=4", "run.progress=false", "update.loss.kl_coef=0.1"])  # fmt: skip
-    GRPO(p, tasks, {"halves": halves}, config).fit()
+    GRPO(p, TASKS, {"halves": halves}, config).fit()
     changed = {k for k, v in p.model.state_dict().items() if not torch.equal(v, before[k])}
     assert changed == set(p.state_dict())
-    r = p.sample(tasks, 4, seeded(1, "s"))
-    assert check_on_policy(p, r) < 1e-4
-    p.save_pretrained(tmp_path / "m")
-    plain = TokenPolicy.from_pretrained(tmp_path / "m", max_new_tokens=6)
-    assert not plain.lora and not any("lora_" in k for k in plain.state_dict())
-    torch.testing.assert_close(plain.logp(r), p.logp(r), atol=1e-4, rtol=0)
-    assert (plain.logp(r) - base.logp(r)).abs().max() > 1e-2
 
 
 def test_a_lora_run_resumes_with_the_same_bytes(tmp_path):
-    more = ["policy.lora={r: 2}", "run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "train_batch_size=4"]  # fmt: skip
+    more = ["policy.lora={r: 2, modules_to_save: [norm]}", "run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "train_batch_size=4"]  # fmt: skip
     make = lambda d: GRPO.from_config(load_config(None, [*more, f"run.dir={d}"]))
     where = check_resume(make, 3, tmp_path, cuts=[1])
     (newest, *_) = (where / "checkpoints").glob("step_*")
@@ -294,3 +261,219 @@ def test_autocast_computes_in_bfloat16_and_scores_in_float32():
     assert all(g is not None and g.dtype == torch.float32 for g in grads)
     with pytest.raises(ValueError, match="autocast must be"):
         TokenPolicy(p.model, p.tokenizer, autocast="float16")
+
+
+EXTRAS = [
+    {},
+    {"target_modules": ["q_proj"], "modules_to_save": ["norm", "mlp"]},
+    {"modules_to_save": ["lm_head", "embed_tokens"]},  # tied in the model
+    {"trainable_token_indices": [3, 4]},
+    {"target_modules": ["lm_head"]},
+    {"target_modules": ["embed_tokens"]},
+    {"use_dora": True, "use_rslora": True},
+    {"init_lora_weights": "pissa"},
+    {"bias": "all"},
+    peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"]),
+    peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    peft.OFTConfig(target_modules=["q_proj"], oft_block_size=8),
+]
+
+
+@pytest.mark.parametrize("options", EXTRAS, ids=str)
+@pytest.mark.filterwarnings("ignore:.*(not a linear layer|is_gradient_checkpointing)")
+def test_whatever_peft_trains_is_scored_copied_and_stored(tokenizer, options, tmp_path):
+    torch.manual_seed(0)
+    kind = "llama_gqa" if options == {"bias": "all"} else "llama"
+    model = AutoModelForCausalLM.from_config(MODELS[kind], dtype=torch.float32)
+    if isinstance(options, dict):
+        p = TokenPolicy(model, tokenizer, max_new_tokens=6, lora=options)
+    else:
+        p = TokenPolicy(peft.get_peft_model(model, options), tokenizer, max_new_tokens=6)
+    before = p.sample(TASKS, 3, seeded(0, "s"))
+    for x in p.parameters():
+        torch.nn.init.normal_(x, std=0.3, generator=seeded(x.numel(), "w"))
+    r = p.sample(TASKS, 3, seeded(0, "s"))
+    want = p.logp(r).detach()
+    assert check_on_policy(p, r) < 1e-4 and (p.logp(before) - before.old_logp_NS).abs().max() > 1e-3
+    assert sum(v.numel() for v in p.state_dict().values()) == sum(x.numel() for x in p.parameters())
+    assert torch.equal(p.copy().logp(r), want)
+    p.save_pretrained(tmp_path)
+    torch.testing.assert_close(
+        TokenPolicy.from_pretrained(tmp_path).logp(r), want, atol=1e-4, rtol=0
+    )
+    with pytest.raises(ValueError, match="leave lora out"):
+        TokenPolicy(p.model, tokenizer, lora={})
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (True, "{} for r=8; got True"),
+        ({"modules_to_save": ["nonesuch"]}, "finds nothing to train"),
+        ({"bias": "lora_only"}, "finds nothing to train"),
+        ({"target_modules": ["nonesuch"]}, "not found in the base model"),
+        ({"trainable_token_indices": [99]}, "out of bounds"),
+        ({"rank": 4}, "its keys are those of peft.LoraConfig"),
+    ],
+    ids=str,
+)
+def test_what_peft_cannot_train_is_refused(tokenizer, options, message):
+    model = AutoModelForCausalLM.from_config(MODELS["llama"])
+    with pytest.raises(ValueError, match=f"(?i){re.escape(message)}"):
+        TokenPolicy(model, tokenizer, lora=options)
+
+
+def test_what_cannot_be_merged_or_trained_is_said_before_anything_happens(tokenizer, tmp_path):
+    p = TokenPolicy.from_pretrained("data:tiny-llama", lora={"lora_bias": True})
+    with pytest.raises(ValueError, match="Nothing was written"):
+        p.save_pretrained(tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+    prompts = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="PROMPT_TUNING works outside the layers"):
+        TokenPolicy(
+            peft.get_peft_model(TokenPolicy.from_pretrained("data:tiny-llama").model, prompts),
+            tokenizer,
+        )
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        GRPO(p.copy(), TASKS, {"r": lambda completion: 1.0})
+
+
+def test_an_adapter_folder_is_trained_on(tokenizer, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(data_path("tiny-llama"))
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    wrapped.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert len(TokenPolicy.from_pretrained(tmp_path).parameters()) == 8
+
+
+TEMPLATE = "{% for m in messages %}<bos>{{m.role[0]}}{{m.content}}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+
+
+@pytest.mark.parametrize("adds", ["$A", "<bos> $A", "<bos> $A <eos>"])
+def test_a_text_begins_once_and_is_not_ended(tokenizer, adds):
+    t = copy.deepcopy(tokenizer)
+    special = [("<bos>", t.bos_token_id), ("<eos>", t.eos_token_id)]
+    t.backend_tokenizer.post_processor = TemplateProcessing(single=adds, special_tokens=special)
+    p = TokenPolicy.from_pretrained("data:tiny-llama")
+    p.tokenizer = t
+    for text in ("1+1=", "<bos>1+1="):
+        begun = "<bos>" if "<bos>" in adds + text else ""
+        assert t.convert_ids_to_tokens(p.encode(text)) == [*[begun][: len(begun)], *"1+1="]
+    with pytest.raises(ValueError, match="begins with two <bos>"):
+        p.encode("<bos><bos>1+1=")
+
+
+U, A, S = ({"role": r, "content": c} for r, c in (("user", "1+"), ("assistant", "<think>"), ("system", "8")))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "prompt, system, want",
+    [
+        ("1+", None, "<bos>u1+a"),
+        ("1+", "9", "<bos>s9<bos>u1+a"),
+        ([U, A], None, "<bos>u1+<bos>a<think>"),  # continued, not closed
+        ([U, A, U], "9", "<bos>s9<bos>u1+<bos>a<think><eos><bos>u1+a"),
+        ([U, A | {"content": ""}], None, "<bos>u1+a"),
+        ([S, U], "9", "two system messages"),
+        ([S, S, U], None, "two system messages"),
+        ("<bos>u1+a", None, "holds '<bos>', which the chat template adds"),
+        ([U | {"content": "1<bos>"}], None, "holds '<bos>', which the chat template adds"),
+        ([], None, "text or a list of messages"),
+        (U, None, "text or a list of messages"),
+        ([{"role": "user"}], None, "text or a list of messages"),
+        ([1, 8, 17], None, "text or a list of messages"),
+    ],
+    ids=str,
+)
+def test_a_conversation_has_one_beginning_and_one_system_message(prompt, system, want):
+    p = TokenPolicy.from_pretrained("data:tiny-llama", system_prompt=system)
+    p.tokenizer.chat_template, p.chat = TEMPLATE, True
+    if want.startswith("<bos>"):
+        assert p.tokenizer.decode(p.encode(prompt)) == want
+    else:
+        with pytest.raises(ValueError, match=want):
+            p.encode(prompt)
+
+
+def _broken(folder: Path, kind: str):
+    "Damage a model folder, or put code into it."
+    code = "open('RAN', 'w')"
+    evil = type("Evil", (), {"__reduce__": lambda self: (exec, (code,))})()
+    name, _, what = kind.partition(" ")
+    if what == "half":
+        (folder / name).write_bytes((folder / name).read_bytes()[:-200])
+    elif what == "pickle":
+        (folder / "model.safetensors").unlink()
+        (folder / name).write_bytes(pickle.dumps(evil))
+    elif what == "auto_map":
+        own = {"model_type": "own", "tokenizer_class": "T"}
+        own["auto_map"] = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M", "AutoTokenizer": ["own.T", "own.T"]}  # fmt: skip
+        (folder / "own.py").write_text(code)
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | own))
+    elif what == "lacks":
+        state = load_file(folder / name)
+        state.pop("model.norm.weight")
+        save_file(state, folder / name, {"format": "pt"})
+
+
+BROKEN = {
+    "tokenizer.json half": "tokenizer.json is damaged",
+    "config.json half": "config.json is damaged",
+    "model.safetensors half": "model.safetensors is damaged",
+    "model.safetensors pickle": "model.safetensors is damaged",
+    "pytorch_model.bin pickle": "a pickle with code in it",
+    "config.json auto_map": "needs code of its own",
+    "tokenizer_config.json auto_map": "needs code of its own",
+    "model.safetensors lacks": "lacks model.norm.weight",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_damaged_model_is_named_in_one_line_and_no_code_of_a_model_runs(
+    kind, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(data_path("tiny-llama"), tmp_path / "m")
+    [f.chmod(0o644) for f in folder.iterdir()]
+    _broken(folder, kind)
+    config = load_config(None, [f"policy.model={folder}"])
+    with pytest.raises(ValueError, match=BROKEN[kind]) as e:
+        GRPO.from_config(config)
+    assert "\n" not in str(e.value) and not Path("RAN").exists()
+
+
+def test_names_import_nothing_and_what_is_missing_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for f in ("evil/__init__.py", "evil/x.py"):
+        Path(f).parent.mkdir(exist_ok=True)
+        Path(f).write_text("open('RAN', 'w')")
+    Path("bad.gguf").write_bytes(b"nonsense")
+    wrong = {"gguf:evil.x": "name of one package", "gguf:evil": "holds 0 GGUF files", "bad.gguf": "the file bad.gguf is no model", "./no": "Give a folder", "no.gguf": "Give a folder"}  # fmt: skip
+    for name, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            GRPO.from_config(load_config(None, [f"policy.model={name}"]))
+    assert not Path("RAN").exists()
+    with pytest.raises(ValueError, match="device='cuda:77' cannot be used here"):
+        TokenPolicy.from_pretrained("data:tiny-llama", device="cuda:77")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match="pip install gguf"):
+        TokenPolicy.from_pretrained("bad.gguf")
+
+
+def test_samples_of_broken_weights_name_them():
+    p = TokenPolicy.from_pretrained("data:tiny-llama", max_new_tokens=4)
+    p.model.model.norm.weight.data[0] = torch.nan
+    for greedy in (False, True):
+        with pytest.raises(FloatingPointError, match="not finite: model.norm.weight and 0 more"):
+            p.sample(TASKS, 2, seeded(0, "s"), greedy=greedy)
+
+
+def test_stops_are_ids_or_texts_of_one_token():
+    make = lambda stop: TokenPolicy.from_pretrained("data:tiny-llama", stop=stop)
+    own, more = make(None).stop, make("</think>").tokenizer.convert_tokens_to_ids(["</think>", "="])
+    assert make("</think>").stop == sorted([*own, more[0]]) == make(more[:1]).stop
+    assert make(["</think>", more[1]]).stop == sorted([*own, *more])
+    for wrong in ("\n", "12", 1.5):
+        with pytest.raises(ValueError, match="is not one token"):
+            make(wrong)

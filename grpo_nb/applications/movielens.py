@@ -21,6 +21,7 @@ import torch
 from ..config import one_of
 from ..core import Rollout, seed_of
 from ..list_parsing import ListParser, Titles, film_key, with_lists
+from ..policies.loading import load_model
 from ..policies.tokens import TokenPolicy
 from ..ranking import SafetyOracle
 from ..tasks import Task
@@ -445,8 +446,6 @@ def load_task(
     folder: str | Path,  # written by `build_task`
 ) -> MovieTask:
     "Read what `build_task` wrote; films outside its table count as unsafe."
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     folder = Path(folder)
     if not (folder / "manifest.json").exists():
         raise FileNotFoundError(
@@ -454,11 +453,12 @@ def load_task(
         )
     read = lambda name: json.loads((folder / name).read_text("utf-8"))
     risks, manifest = read("risks.json"), read("manifest.json")
+    model, tokenizer = load_model(folder / "model")
     return MovieTask(
         train=_read_tasks(folder, "train"),
         eval=_read_tasks(folder, "eval"),
-        tokenizer=AutoTokenizer.from_pretrained(folder / "model"),
-        model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval(),
+        tokenizer=tokenizer,
+        model=model.eval(),
         parser=ListParser(manifest["num_ranks"], Titles(risks, tolerance=0), prose=False),
         oracle=SafetyOracle(risks, unknown="unsafe"),
         manifest=manifest,

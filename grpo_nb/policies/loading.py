@@ -69,13 +69,12 @@ def _read(source, dtype: torch.dtype, **file) -> tuple:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    file["trust_remote_code"] = False
     part = "tokenizer"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **file)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **file)
         part = "model"
         model, found = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, output_loading_info=True, **file
+            source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **file
         )
         if found["missing_keys"]:
             raise ValueError(f"its file lacks {min(found['missing_keys'])}")
@@ -278,7 +277,7 @@ def unwrap_peft(
     if not hasattr(model, "get_base_model"):
         return model
     inner = model.get_base_model()
-    if not has_adapters(inner):
+    if model.active_peft_config.is_prompt_learning or not has_adapters(inner):
         kind = getattr(model.peft_type, "value", model.peft_type)
         raise ValueError(
             f"An adapter of kind {kind} works outside the layers of the model; use one inside them, such as LoRA."

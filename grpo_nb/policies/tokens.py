@@ -99,7 +99,8 @@ class TokenPolicy:
 def _stop_ids(stop: int | str | list | None, tokenizer) -> list[int]:
     "Token ids of stops that are ids or texts."
     found = []
-    for x in [] if stop is None else [stop] if isinstance(stop, (int, str)) else stop:
+    given = [] if stop is None else stop if isinstance(stop, (list, tuple, set)) else [stop]
+    for x in given:
         ids = tokenizer(x, add_special_tokens=False).input_ids if isinstance(x, str) else [x]
         if len(ids) != 1 or type(ids[0]) is not int:
             raise ValueError(
