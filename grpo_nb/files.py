@@ -189,7 +189,7 @@ def is_alive(pid: int) -> bool:
     "Whether a process of this machine runs."
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except OSError:  # somebody else's
         pass

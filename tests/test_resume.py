@@ -634,15 +634,6 @@ def test_other_tasks_than_those_of_the_checkpoint_are_refused(tmp_path):
     GRPO.load(tmp_path / "r", tasks=ten, rewards={"thirds": thirds}).fit(1).close()
 
 
-def test_components_that_do_not_apply_leave_evaluation_finite():
-    half = lambda completion, **columns: None if len(completion) % 2 else 1.0
-    t = make(None, "eval.limit=6", "eval.samples=4", rewards={"half": half, "thirds": thirds})
-    scores = t.evaluate()
-    only = make(None, "eval.limit=6", "eval.samples=4").evaluate()
-    assert all(v[0] == v[0] for k, v in scores.values.items() if k in ("greedy", "sampled"))
-    assert scores.values["sampled"][0] >= only.values["sampled"][0]
-
-
 def test_saving_in_the_middle_of_a_step_is_refused(tmp_path):
     class Early:
         def on_collect(self, trainer, rollout):

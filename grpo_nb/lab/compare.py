@@ -28,7 +28,7 @@ from .record import environment
 from .runs import Job, digest, finished, result_of, run_job
 from .spec import Spec, plan_runs
 from .study import KEEP, Study, at_the_edge, check_metric, final_score, is_lower
-from ..processes import end_with_parent
+from ..processes import end_with_parent, say
 
 # %% ../../nbs/lab/08_compare.ipynb #2c29acf6
 class FailedVariant(Exception):
@@ -145,7 +145,7 @@ class _Reporter:
         if run["status"] != "done":
             said = f"failed: {run['error'].strip().splitlines()[-1]}"
         if self.on:
-            print(f"[{at}/{self.total}] {name}: {said}   ({left:.0f} s left)", flush=True)
+            say(f"[{at}/{self.total}] {name}: {said}   ({left:.0f} s left)")
 
 # %% ../../nbs/lab/08_compare.ipynb #ee1a7360
 def _run_missing(
@@ -175,7 +175,7 @@ def _run_study(spec: Spec, executor: Executor | None) -> Study:
         results = results + _run_missing(jobs, report, executor)
     except KeyboardInterrupt:
         have = [r for j in [*tuning, *jobs] if (r := finished(j))]
-        print(
+        say(
             f"Stopped; {len(have)} of {planned} runs are finished. The same call goes on from here."
         )
         return Study(spec.tree(), have, environment(spec.seeds), planned - len(have))
@@ -220,7 +220,7 @@ def _stored_study(store: Path, spec: Spec, if_changed: str) -> Study | None:
     text = f"{store.name} was made with another specification ({', '.join(keys[:6])})"
     if if_changed == "raise":
         raise ValueError(f"{text}: restore it, or delete the file to run the study again.")
-    print(f"{text}: training again.", flush=True)
+    say(f"{text}: training again.")
     return None
 
 # %% ../../nbs/lab/08_compare.ipynb #8f5845bf

@@ -29,7 +29,7 @@ from fastcore.basics import patch
 
 from ..config import config_tree, override
 from ..core import Registry
-from ..files import Appender, RunLocked, hide_secrets, read_jsonl, write_atomic
+from ..files import Appender, RunLocked, hide_secrets, read_jsonl, secret_texts, write_atomic
 from .budgets import Budget, Samples, Seconds, Steps
 from .frames import finite, flat_keys
 from .recipe import GRPOConfig
@@ -336,6 +336,9 @@ def _short_trace(error: BaseException) -> str:
 # %% ../../nbs/lab/06_runs.ipynb #4ac8f20a
 def result_of(job: Job, **facts) -> dict:
     "The record of a run: facts are status, error, curve and what else is known."
+    told = [base_changes(job.base), job.overrides]
+    quoted = secret_texts(told, hide_secrets(told))
+    facts["error"] = hide_secrets(facts.get("error"), known=quoted)
     names = ("key", "phase", "variant", "seed", "overrides")
     known = {"status": "done", "error": None, "ended": None}
     return hide_secrets({k: getattr(job, k) for k in names}) | known | facts

@@ -382,10 +382,22 @@ def _refuse_run(self: Session, folder: str | Path):
     )
 
 
+class _Log(logging.FileHandler):
+    "A log without secrets; a full disk ends nothing."
+
+    def format(self, record) -> str:
+        return hide_secrets(super().format(record), known=self.secrets)
+
+    def emit(self, record):
+        with contextlib.suppress(OSError):
+            super().emit(record)
+
+
 @patch
 def _open_log(self: Session):
     "Messages of the package go to train.log as well."
-    self.log = logging.FileHandler(self.run.dir / "train.log", delay=True, encoding="utf-8")
+    self.log = _Log(self.run.dir / "train.log", delay=True, encoding="utf-8")
+    self.log.secrets = self.run._secrets
     self.log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger("grpo_nb").addHandler(self.log)
     logging.getLogger("grpo_nb").setLevel(logging.INFO)
