@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SELECTOR_METRIC', 'EXPERIENCE_OPERATORS', 'SELECTOR_KEYS', 'reward_per_sample', 'PassRateCalculator',
-           'selection_metrics', 'TasksetScheduler', 'tasks_from_trinity', 'open_entry']
+           'selection_metrics', 'TasksetScheduler', 'tasks_from_trinity', 'open_entry', 'make_stream']
 
 # %% ../nbs/method/03_scheduler.ipynb #6af7147e
 import inspect
@@ -23,6 +23,7 @@ from .core import Registry, Rollout, group_stats
 from .rewards import passing_rewards, sample_scores
 from .selectors import BaseSelector, TaskSelectorConfig, check_chosen, make_selector
 from .shares import make_shares, mean_abs_advantage
+from .stream import StreamConfig, TaskStream, open_tasks
 from .tasks import Task, Taskset, data_path
 
 # %% ../nbs/method/03_scheduler.ipynb #2e8e362d
@@ -441,3 +442,24 @@ def _recipe(config: Mapping) -> dict[str, Any]:
     if not config.get("tasksets"):
         raise ValueError("The recipe has no tasksets.")
     return {"operators": ["pass_rate_calculator"], **config}
+
+# %% ../nbs/method/03_scheduler.ipynb #12cd41e4
+def make_stream(
+    tasks: Any,  # a stream with read(n), or what `open_tasks` takes
+    config: StreamConfig,
+    batch_size: int,
+    seed: int,  # of the run
+) -> Any:  # a stream
+    "Tasks in the configured order."
+    if hasattr(tasks, "read"):
+        return tasks
+    tasks = open_tasks(tasks, getattr(config, "prompt", "prompt"))
+    if config.selector is None and config.epochs is None and config.operators is None:
+        return TaskStream(tasks, seed, config.shuffle)
+    selector = config.selector or ("shuffle" if config.shuffle else "sequential")
+    if not callable(selector):
+        selector = {"selector_type": selector} if isinstance(selector, str) else selector
+        selector = {"seed": seed} | dict(selector)
+    operators = ["pass_rate_calculator"] if config.operators is None else config.operators
+    named, end = {getattr(tasks, "name", "tasks"): tasks}, config.epochs
+    return TasksetScheduler(named, batch_size, [selector], end, seed=seed, operators=operators)

@@ -340,6 +340,9 @@ def _rows_of(
         return _TableRows(source, "dataset"), str(source.split or "dataset")
     if kind == "Table" and hasattr(source, "column_names"):
         return _TableRows(source, "table"), "table"
+    if kind == "DataFrame":  # pandas or polars
+        rows = source.to_dicts() if hasattr(source, "to_dicts") else source.to_dict("records")
+        return _ListRows(rows, "DataFrame"), "DataFrame"
     hint = "Choose a split: source['train']." if kind == "DatasetDict" else ""
     raise ValueError(
         f"Cannot make tasks of {kind}. {hint or 'Give a path, a datasets.Dataset, a pyarrow.Table or a list of dicts.'}"

@@ -35,7 +35,9 @@ from grpo_nb.config import (
     Positive,
     check_number,
     configuration,
+    given_keys,
     number_in,
+    override,
 )
 from .core import Policy, Rollout, seeded
 from .evaluate import EvalConfig, Scores, _parts
@@ -46,7 +48,8 @@ from .processes import say
 from .ranking import check_layouts, warn_cancelling_scales
 from .reward_runner import RewardConfig, RewardRunner
 from .rewards import passing_rewards
-from .stream import StreamConfig, TaskStream
+from .scheduler import make_stream
+from .stream import SMALL, StreamConfig, TaskStream, check_tasks, open_tasks
 from .tasks import Task
 from .update import UpdateConfig, update
 
@@ -95,6 +98,7 @@ class GRPO:
     "Group Relative Policy Optimization (DeepSeekMath, 2402.03300) of a policy on tasks with rewards."
 
     companions: list = []  # see `accompany`
+    config_class = TrainerConfig  # what a mapping, or no configuration at all, becomes
 
     @classmethod
     def accompany(
@@ -108,22 +112,24 @@ class GRPO:
     def __init__(
         self,
         policy: Policy,  # trained in place
-        tasks,  # training tasks (Taskset, list) or a stream with read(n)
+        tasks,  # path, list of dicts, datasets.Dataset, DataFrame, Taskset, or a stream with read(n)
         rewards,  # RewardRunner, {name: function}, a list of functions, or one function
-        config: TrainerConfig | None = None,
-        eval_tasks=None,  # held-out tasks
+        config: TrainerConfig | Mapping | None = None,  # or {"key.sub": value}
+        eval_tasks=None,  # held-out tasks, or {name: tasks}
         reference: Policy
         | None = None,  # for KL terms; default: a frozen copy of the policy, if needed
         callbacks: Sequence = (),  # functions f(trainer, row), or objects, see `callbacks`
+        opened: Sequence[str] = (),  # of these, what the configuration itself has named
     ):
-        self.config = c = TrainerConfig() if config is None else config
+        self.config = c = _make_config(config, self.config_class)
         self.callbacks = check_callbacks(callbacks)
+        parts = {"policy": policy, "tasks": tasks, "rewards": rewards, "eval_tasks": eval_tasks}
+        self.given = {k: v for k, v in parts.items() if k not in opened}  # objects of one's own
         self.policy = policy
-        self.eval_tasks = eval_tasks
-        self.stream = (
-            tasks if hasattr(tasks, "read") else TaskStream(tasks, c.seed, c.tasks.shuffle)
-        )
         self.rewards = _make_runner(rewards, c)
+        self.stream = make_stream(tasks, c.tasks, c.train_batch_size, c.seed)
+        self.eval_tasks = _open_eval_tasks(eval_tasks, c)
+        self.tasks_checked = False
         self._check_setup()
         self.reference = reference
         if reference is None and needs_reference(c.update):
@@ -274,6 +280,7 @@ def sample(
         tasks = self.stream.read(tasks) if isinstance(tasks, int) else tasks
     except StopIteration:
         return None
+    self.check_tasks(tasks)
     with self.counters.timed("gen_seconds"):
         rollout = self.policy.sample(
             tasks, self.config.num_generations, self.generators["sampling"]
@@ -283,6 +290,27 @@ def sample(
         n_prompts=len(tasks), n_rollouts_generated=len(rollout), tokens_generated=tokens
     )
     return rollout
+
+# %% ../nbs/method/04_trainer.ipynb #7333b6f8
+@patch
+def check_tasks(
+    self: GRPO,
+    drawn: Sequence = (),  # tasks of this step
+):
+    "Error for a task that cannot be trained on, with its file and row."
+    encode_all = getattr(self.policy, "encode_all", None)
+    needs = dict.fromkeys(k.partition(".")[0] for s in self.rewards.specs for k in s.needs)
+    stream, held_out = self.stream, self.eval_tasks
+    sets = [*getattr(stream, "tasksets", [getattr(stream, "tasks", ())])]
+    if not self.tasks_checked:
+        evals = [*held_out.values()] if isinstance(held_out, Mapping) else [held_out or ()]
+        for tasks in (*sets, *evals):
+            if len(tasks) <= SMALL:
+                check_tasks(tasks, encode_all, needs)
+        self.tasks_checked = True
+    known = {getattr(t, "id", None) for t in sets if 0 < len(t) <= SMALL} - {None}
+    new = [t for t in drawn if getattr(t, "taskset_id", None) not in known]
+    check_tasks(new, encode_all, needs)
 
 # %% ../nbs/method/04_trainer.ipynb #397b4147
 @patch
@@ -456,7 +484,29 @@ def _make_runner(
     "A runner of the rewards."
     if isinstance(rewards, RewardRunner):
         return rewards
-    return RewardRunner(rewards, config=dataclasses.replace(config.rewards.run, seed=config.seed))
+    how = config.rewards.run
+    seed = how.seed if "seed" in given_keys(how) else config.seed
+    return RewardRunner(rewards, config=dataclasses.replace(how, seed=seed))
+
+
+def _make_config(config: Any, kind: type) -> TrainerConfig:
+    "A configuration from what was given."
+    if isinstance(config, TrainerConfig):
+        return config
+    if config is not None and not isinstance(config, Mapping):
+        raise ValueError(
+            f"config is a {kind.__name__} or a mapping such as {{'optimizer.lr': 1e-5}}, got {config!r:.60}; "
+            "load_config reads a recipe."
+        )
+    return override(kind(), config or {})
+
+
+def _open_eval_tasks(tasks: Any, config: TrainerConfig) -> Any:
+    "Held-out tasks from whatever holds them, or several by name."
+    prompt = getattr(config.tasks, "prompt", "prompt")
+    if isinstance(tasks, Mapping):
+        return {k: open_tasks(v, prompt) for k, v in tasks.items()}
+    return None if tasks is None else open_tasks(tasks, prompt)
 
 
 def _make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -539,6 +589,7 @@ def fit(
     if steps is not None:
         steps = check_number("fit(steps)", steps, 0, whole=True)
     check_callbacks(self.callbacks)  # some may have been added
+    self.check_tasks()
     self.stop = None
     try:
         self.notify("on_fit_start")
