@@ -112,7 +112,7 @@ SMALL = 10**5  # tasks that are all looked at before training
 
 def check_tasks(
     tasks: Sequence,  # tasks with prompt and columns
-    encode_all: Callable[[list], Any]
+    check_prompts: Callable[[list], Any]
     | None = None,  # error for a prompt that the policy cannot take
     needs: Sequence[str] = (),  # columns that rewards read
 ) -> None:
@@ -124,14 +124,14 @@ def check_tasks(
         for i, task in enumerate(part, start):
             if hasattr(task, "columns") and (fault := _fault(task, needs, kinds)):
                 raise ValueError(f"{where(i)}: {fault}")
-        if encode_all is None:
+        if check_prompts is None:
             continue
         try:
-            encode_all([t.prompt for t in part])
+            check_prompts([t.prompt for t in part])
         except Exception:
             for i, task in enumerate(part, start):  # which one was it?
                 try:
-                    encode_all([task.prompt])
+                    check_prompts([task.prompt])
                 except Exception as e:
                     raise ValueError(f"{where(i)}: {e}") from None
             raise

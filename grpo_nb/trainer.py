@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -125,7 +126,7 @@ class GRPO:
         self.callbacks = check_callbacks(callbacks)
         parts = {"policy": policy, "tasks": tasks, "rewards": rewards, "eval_tasks": eval_tasks}
         self.given = {k: v for k, v in parts.items() if k not in opened}  # objects of one's own
-        self.policy = policy
+        self.policy = policy = _make_policy(policy, c)
         self.rewards = _make_runner(rewards, c)
         self.stream = make_stream(tasks, c.tasks, c.train_batch_size, c.seed)
         self.eval_tasks = _open_eval_tasks(eval_tasks, c)
@@ -298,7 +299,7 @@ def check_tasks(
     drawn: Sequence = (),  # tasks of this step
 ):
     "Error for a task that cannot be trained on, with its file and row."
-    encode_all = getattr(self.policy, "encode_all", None)
+    check_prompts = getattr(self.policy, "check_prompts", None)
     needs = dict.fromkeys(k.partition(".")[0] for s in self.rewards.specs for k in s.needs)
     stream, held_out = self.stream, self.eval_tasks
     sets = [*getattr(stream, "tasksets", [getattr(stream, "tasks", ())])]
@@ -306,11 +307,11 @@ def check_tasks(
         evals = [*held_out.values()] if isinstance(held_out, Mapping) else [held_out or ()]
         for tasks in (*sets, *evals):
             if len(tasks) <= SMALL:
-                check_tasks(tasks, encode_all, needs)
+                check_tasks(tasks, check_prompts, needs)
         self.tasks_checked = True
     known = {getattr(t, "id", None) for t in sets if 0 < len(t) <= SMALL} - {None}
     new = [t for t in drawn if getattr(t, "taskset_id", None) not in known]
-    check_tasks(new, encode_all, needs)
+    check_tasks(new, check_prompts, needs)
 
 # %% ../nbs/method/04_trainer.ipynb #397b4147
 @patch
@@ -499,6 +500,21 @@ def _make_config(config: Any, kind: type) -> TrainerConfig:
             "load_config reads a recipe."
         )
     return override(kind(), config or {})
+
+
+def _make_policy(policy: Any, config: TrainerConfig) -> Policy:
+    "A policy from what was given, with the options of the configuration where it is only a model."
+    if hasattr(policy, "sample"):
+        return policy
+    from grpo_nb.policies.tokens import as_policy  # transformers is slow to import
+
+    options = dict(vars(getattr(config, "policy", object))) if hasattr(config, "policy") else {}
+    left_out = (
+        ("model", "_given")
+        if isinstance(policy, (str, Path))
+        else ("model", "_given", "dtype", "device")
+    )
+    return as_policy(policy, **{k: v for k, v in options.items() if k not in left_out})
 
 
 def _open_eval_tasks(tasks: Any, config: TrainerConfig) -> Any:

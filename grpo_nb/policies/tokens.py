@@ -7,6 +7,7 @@ __all__ = ['TokenPolicy', 'as_policy']
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #052ca1a7
 import copy as copy_module
+import math
 import warnings
 from pathlib import Path
 
@@ -63,7 +64,8 @@ class TokenPolicy:
         model = unwrap_peft(model)
         if lora is not None:
             add_lora(model, lora)
-        self.lora = has_adapters(model)
+        self.lora, self.lora_options = has_adapters(model), lora
+        self.source = None  # where `from_pretrained` found it
         self.trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self.model = model.eval()
         self.network = Network(model, autocast)
@@ -119,7 +121,9 @@ def from_pretrained(
     **kwargs,  # further arguments of TokenPolicy
 ) -> TokenPolicy:
     "Load model and tokenizer, see `load_model`."
-    return cls(*load_model(source, dtype, device), **kwargs)
+    policy = cls(*load_model(source, dtype, device), **kwargs)
+    policy.source = str(source)
+    return policy
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #73176078
 @patch
@@ -188,6 +192,40 @@ def encode(
             "prompt or lower max_new_tokens."
         )
     return ids
+
+# %% ../../nbs/method/03_policies.tokens.ipynb #b517cc16
+@patch
+def check_prompts(
+    self: TokenPolicy,
+    prompts: list,  # texts or chats
+):
+    "A ValueError of `encode` for the first prompt that it would refuse."
+    plain = not self.chat and all(isinstance(p, str) for p in prompts)
+    if plain and self.system_prompt:
+        return self.encode(prompts[0])
+    texts = prompts if plain else [self._templated(self._messages(p)) for p in prompts]
+    found = self.tokenizer(texts, add_special_tokens=plain, verbose=False).input_ids
+    limit = getattr(self.model.config, "max_position_embeddings", None) or math.inf
+    bos = getattr(self.tokenizer, "bos_token_id", None)
+    for prompt, ids in zip(prompts, found):
+        doubled = bos is not None and ids[:2] == [bos, bos]
+        if not 0 < len(ids) <= limit - self.max_new_tokens or doubled:
+            self.encode(prompt)
+
+
+@patch
+def settings(self: TokenPolicy) -> dict:
+    "What it is made of and how it samples, by the keys of a recipe's policy section."
+    device, own_stop = self.device, sorted({*stop_tokens(self.model, self.tokenizer)})
+    names = "max_new_tokens temperature top_k top_p chat system_prompt chunk_tokens share_prefix"
+    return {
+        "model": self.source if self.stop == own_stop else None,  # a recipe has no stop
+        "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+        "device": str(device) if device.index else device.type,
+        **{k: getattr(self, k) for k in names.split()},
+        "lora": self.lora_options,
+        "autocast": self.network.autocast,
+    }
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #ef0e43d8
 @patch
