@@ -300,11 +300,12 @@ def config_tree(
 def override(
     config: Any,  # a configuration
     overrides: Sequence[str] | Mapping[str, Any],  # ["key.sub=value"], or {"key.sub": value}
+    given: Sequence[str] | None = None,  # keys that somebody has set; default: those of `config`
 ) -> Any:
     "The configuration with some keys changed."
     from omegaconf import OmegaConf
 
-    tree, given = config_tree(config), given_keys(config)
+    tree, given = config_tree(config), given_keys(config) if given is None else given
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():
             tree = _with_key(tree, key.split("."), value)

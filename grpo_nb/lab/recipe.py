@@ -27,17 +27,19 @@ from grpo_nb.config import (
     config_tree,
     configuration,
     describe,
+    given_keys,
     number_in,
     override,
     unknown_name,
 )
+from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
 from ..files import refuse_hidden
 from .checkpoint import check_seal, latest, read_state, versions
 from .record import is_run
-from .session import CheckpointConfig, RunConfig, session_of
+from .session import CheckpointConfig, RunConfig, described, part_facts, session_of
 from ..rewards import REWARDS
-from ..scheduler import SELECTOR_KEYS, TasksetScheduler, tasks_from_trinity
+from ..scheduler import SELECTOR_KEYS, TasksetScheduler, make_stream, tasks_from_trinity
 from ..tasks import Task, Taskset, data_path
 from ..trainer import GRPO, RunnerConfig, StreamConfig, TrainerConfig, check_callbacks
 
@@ -68,11 +70,8 @@ class TasksConfig(StreamConfig):
     train: str | None = "data:tasks/middle_train.jsonl"  # file, or "data:NAME" in data/
     eval: str | dict | None = "data:tasks/middle_eval.jsonl"  # file, or {name: file}
     prompt: str = "prompt"  # name of the prompt column
-    selector: str | dict | None = None  # which task comes next, see `selectors`
     tasksets: list | None = None  # several tasksets instead of `train`: {name, path, selector, ...}
     shares: Any = "size"  # how they are mixed, see `TasksetScheduler`
-    operators: list | None = None  # experience operators; None: pass_rate_calculator
-    epochs: Positive | None = None  # training ends after so many; None: `steps` alone decides
 
 # %% ../../nbs/lab/03_recipe.ipynb #ea1dee22
 @configuration
@@ -122,6 +121,9 @@ _words = {
     k.rpartition(".")[2]: k for k in _keys if k.rpartition(".")[2] not in ("every", "options")
 }
 _say_our_words(GRPOConfig, _words | dict(w.split("=") for w in _ELSEWHERE.split()))
+
+
+GRPO.config_class = GRPOConfig
 
 
 def _use_threads(trainer: GRPO) -> None:
@@ -284,9 +286,10 @@ def _at_key(
 
 # %% ../../nbs/lab/03_recipe.ipynb #9f1e2181
 def open_policy(
-    config: PolicyConfig,
+    config: PolicyConfig | Mapping,
 ) -> Policy:
     "The language model of a configuration."
+    config = build_config(PolicyConfig, config)
     from grpo_nb.policies.loading import ModelNotFound
     from grpo_nb.policies.tokens import TokenPolicy
 
@@ -302,10 +305,10 @@ def open_policy(
 
 # %% ../../nbs/lab/03_recipe.ipynb #aba31676
 def open_rewards(
-    config: RewardsConfig,
+    config: RewardsConfig | Mapping,
 ) -> dict[str, Callable]:
     "The named rewards of a configuration."
-    functions = {}
+    functions, config = {}, build_config(RewardsConfig, config)
     for name, options in config.functions.items():
         options = dict(options or {})
         kind = options.pop("reward", name)
@@ -322,8 +325,8 @@ def open_rewards(
 # %% ../../nbs/lab/03_recipe.ipynb #3d2d1e45
 def open_stream(
     config: GRPOConfig,
-):  # a Taskset, or a TasksetScheduler if selectors or several tasksets are named
-    "The training tasks of a configuration."
+):  # a stream
+    "The training tasks of a configuration, in its order."
     t = config.tasks
     if not t.tasksets and t.shares != "size":
         raise ValueError("tasks.shares mixes several tasksets, and tasks.tasksets names none.")
@@ -331,11 +334,11 @@ def open_stream(
         raise ValueError(
             "No training tasks: name a file in tasks.train, or some in tasks.tasksets."
         )
-    if t.tasksets is None and t.selector is None and t.epochs is None:
-        return Taskset.load(locate(t.train), prompt=t.prompt)
-    one = [{"name": Path(t.train or "").stem, "path": t.train, "selector": t.selector or "shuffle"}]
+    if t.tasksets is None:
+        with _at_key("tasks"):
+            return make_stream(locate(t.train), t, config.train_batch_size, config.seed)
     blocks = {
-        "tasksets": [_complete_entry(e, config) for e in t.tasksets or one],
+        "tasksets": [_complete_entry(e, config) for e in t.tasksets],
         "operators": ["pass_rate_calculator"] if t.operators is None else t.operators,
     }
     with _at_key("tasks"):
@@ -359,7 +362,10 @@ def _complete_entry(
     if "format" not in entry:
         entry.setdefault("prompt", config.tasks.prompt)
     key = next((k for k in SELECTOR_KEYS if k in entry), "selector")
-    selector = entry.get(key) or config.tasks.selector or "shuffle"
+    order = "shuffle" if config.tasks.shuffle else "sequential"
+    selector = entry.get(key) or config.tasks.selector or order
+    if callable(selector):
+        return entry | {key: selector}
     selector = {"selector_type": selector} if isinstance(selector, str) else dict(selector)
     several = len(config.tasks.tasksets or ()) > 1  # equal seeds would shuffle equal sizes alike
     seed = seed_of(config.seed, "selector", entry["name"]) if several else config.seed
@@ -380,7 +386,7 @@ def open_eval(
 @patch(cls_method=True)
 def from_config(
     cls: GRPO,
-    config: GRPOConfig,
+    config: GRPOConfig | Mapping,
     policy: Policy | None = None,  # instead of what the configuration names; also the next ones
     tasks=None,
     rewards=None,
@@ -389,16 +395,115 @@ def from_config(
 ) -> GRPO:
     "Model, tasks and rewards as the configuration names them."
     check_callbacks(kwargs.get("callbacks", ()))
+    config = config if isinstance(config, GRPOConfig) else override(GRPOConfig(), config)
     own = {"policy.": policy, "tasks.": tasks, "rewards.functions.": rewards}
     unused = tuple(k for k, given in own.items() if given is not None)
     refuse_hidden(config_tree(config), unused)
-    if policy is None:
-        policy = open_policy(config.policy)
-    rewards = open_rewards(config.rewards) if rewards is None else rewards
-    if tasks is None:
-        tasks = open_stream(config)
-        eval_tasks = open_eval(config.tasks) if eval_tasks is None else eval_tasks
-    return cls(policy, tasks, rewards, config, eval_tasks, **kwargs)
+    parts = {"policy": policy, "tasks": tasks, "rewards": rewards, "eval_tasks": eval_tasks}
+    _ask_for_parts(config, parts)
+    openers = {
+        "policy": lambda: open_policy(config.policy),
+        "rewards": lambda: open_rewards(config.rewards),
+        "tasks": lambda: open_stream(config),
+        "eval_tasks": lambda: open_eval(config.tasks),
+    }
+    opened = [k for k in openers if parts[k] is None]
+    if tasks is not None and "tasks.eval" not in given_keys(config) and eval_tasks is None:
+        opened.remove("eval_tasks")  # the default is made for other tasks
+    parts |= {k: openers[k]() for k in opened}
+    return cls(**parts | {"config": config, "opened": opened, **kwargs})
+
+
+def _ask_for_parts(config: GRPOConfig, parts: Mapping) -> None:
+    "Objects of somebody's own were passed when the run was made: name those that are missing."
+    tree = config_tree(config)
+    tree |= {"eval_tasks": tree["tasks"].pop("eval")}
+    said = {k: _passed_in(tree[k]) for k, part in parts.items() if part is None}
+    if lost := {k: v for k, v in said.items() if v}:
+        again = ", ".join(f"{k}=..." for k in lost)
+        raise ValueError(
+            f"The run was made with objects that a file does not hold ({'; '.join(lost.values())}): pass them again, as in "
+            f"GRPO.load(path, {again})."
+        )
+
+
+def _passed_in(tree: Any) -> str:
+    "What a part of a stored configuration says was passed."
+    if isinstance(tree, Mapping):
+        found = [x if k != "reward" else x for k, v in tree.items() if (x := _passed_in(v))]
+        return ", ".join(found)
+    return (
+        tree.strip("<>").removeprefix("passed: ")
+        if isinstance(tree, str) and tree.startswith("<passed: ")
+        else ""
+    )
+
+# %% ../../nbs/lab/03_recipe.ipynb #7f633b1f
+_SOURCES = ("policy.model", "tasks.train", "tasks.tasksets", "tasks.eval", "rewards.functions")
+
+
+def _at(tree: Any, key: str) -> Any:
+    "The value at a dotted key; None if it is not there."
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _refuse_dead_keys(trainer: GRPO) -> None:
+    "Every key that somebody has set has an effect, or is refused or told."
+    asked, ran = config_tree(trainer.config), described(trainer)
+    given = [k for k in given_keys(trainer.config) if _at(asked, k) not in (None, _at(ran, k))]
+    replaced = [k for k in given if k.startswith(_SOURCES)]
+    for key in given:
+        if key not in replaced and key.startswith(("policy.", "tasks.", "rewards.")):
+            raise ValueError(
+                f"{key}={_at(asked, key)!r} has no effect beside the {key.partition('.')[0]} that you pass (it has "
+                f"{_at(ran, key)!r}): set it on that object, or leave the key out."
+            )
+    told = [f"{k} (an object is passed)" for k in replaced]
+    told += _idle_keys(trainer, given_keys(trainer.config))
+    if told:
+        warnings.warn(f"Without effect: {', '.join(told)}.", stacklevel=4)
+
+
+def _idle_keys(trainer: GRPO, given: Sequence[str]) -> list[str]:
+    "Keys that were set and that nothing reads in this run, each with the reason."
+    c = trainer.config
+    estimator = inspect.signature(ADVANTAGES[c.advantage.mode]).parameters
+    off = {
+        ("run.wandb", "run.name", "checkpoint."): (
+            "needs run.dir",
+            not (hasattr(c, "run") and c.run.dir),
+        ),
+        ("eval.every",): ("needs held-out tasks", not trainer.eval_tasks and c.eval.every),
+        ("filter_groups.",): (
+            "needs filter_groups.enable",
+            not c.filter_groups.enable and "filter_groups.enable" not in given,
+        ),
+        ("tasks.shuffle",): ("the selector decides", c.tasks.selector is not None),
+        (
+            "rewards.run.timeout_s",
+            "rewards.run.memory_mb",
+            "rewards.run.keep_env",
+            "rewards.run.start_timeout_s",
+        ): (
+            "needs rewards.run.workers",
+            not trainer.rewards.pooled,
+        ),
+        **{
+            (f"advantage.{k}",): (f"{c.advantage.mode!r} has no {k}", k not in estimator)
+            for k in ("eps", "eps_batch", "ddof")
+        },
+    }
+    return [
+        f"{k} ({why})"
+        for k in given
+        for keys, (why, idle) in off.items()
+        if idle and k.startswith(keys)
+    ]
+
+
+GRPO.accompany(_refuse_dead_keys)
 
 # %% ../../nbs/lab/03_recipe.ipynb #eca4d734
 @patch(cls_method=True)
@@ -424,6 +529,7 @@ def load(
     _ask_for_functions(folder.name, state["trainer"].get("functions", {}), given)
     config = override(_stored_config(state["trainer"]["config"]), overrides)
     trainer = cls.from_config(config, **own, eval_tasks=eval_tasks, **kwargs)
+    _check_same_parts(state["trainer"].get("parts", {}), part_facts(trainer), given)
     trainer.load_state_dict(state)
     session = session_of(trainer)
     session.saved_step = trainer.step_done
@@ -460,7 +566,22 @@ def _stored_config(
             f"The checkpoint was written by a version with more options; left out: {', '.join(gone)}.",
             stacklevel=3,
         )
-    return build_config(GRPOConfig, known)
+    return override(build_config(GRPOConfig, known), {}, given=["tasks.eval"])
+
+
+def _check_same_parts(stored: Mapping, now: Mapping, given: Sequence[str]) -> None:
+    "Refuse to go on with other tasks or another tokenizer than those of the run, unless they are passed or set."
+    for part in ("policy", "tasks"):
+        odd = [
+            k
+            for k in ("tasks", "tokenizer")
+            if k in stored.get(part, {}) and stored[part][k] != now[part].get(k)
+        ]
+        if odd and not any(key.partition(".")[0] == part for key in given):
+            raise ValueError(
+                f"{odd[0]} of the run were {stored[part][odd[0]]}, and what the configuration names is now "
+                f"{now[part].get(odd[0])}. Give those of the run, GRPO.load(path, {part}=...), or set {part}.* to say that others are meant."
+            )
 
 
 def _known_part(config: Any, tree: Mapping, at: str, gone: list[str]) -> dict:
