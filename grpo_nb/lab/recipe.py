@@ -577,7 +577,13 @@ def _check_same_parts(stored: Mapping, now: Mapping, given: Sequence[str]) -> No
             for k in ("tasks", "tokenizer")
             if k in stored.get(part, {}) and stored[part][k] != now[part].get(k)
         ]
-        if odd and not any(key.partition(".")[0] == part for key in given):
+        own = any(key.partition(".")[0] == part for key in given)
+        if odd and own:
+            warnings.warn(
+                f"{part}: the run goes on with {now[part].get(odd[0])}, after {stored[part][odd[0]]}.",
+                stacklevel=3,
+            )
+        elif odd:
             raise ValueError(
                 f"{odd[0]} of the run were {stored[part][odd[0]]}, and what the configuration names is now "
                 f"{now[part].get(odd[0])}. Give those of the run, GRPO.load(path, {part}=...), or set {part}.* to say that others are meant."

@@ -370,6 +370,7 @@ def create(
     wandb: str | dict | None = None,  # "offline", "online" or arguments of wandb.init
     if_exists: str = "raise",  # or "number": take dir-2, dir-3, ...
     seeds: Any = None,  # stored in environment.json
+    parts: Any = None,  # what is trained on what, also stored there
 ) -> Run:
     "A new run, or with `resume` the one that is there."
     one_of("if_exists", if_exists, ("raise", "number"))
@@ -382,9 +383,10 @@ def create(
     run._secrets = secret_texts(given, config)
     run.dir.mkdir(parents=True, exist_ok=True)
     run._start(new=not again)
-    run._describe(config, name or run.dir.name, seeds)
+    run._describe(config, name or run.dir.name, seeds, parts)
     if wandb:
-        args = dict(dir=str(run.dir), name=run.name, config=config)
+        told = config | ({} if parts is None else {"parts": plain(parts)})
+        args = dict(dir=str(run.dir), name=run.name, config=told)
         if id := run._status.get("wandb_id"):
             args |= {"id": id, "resume": "allow"}
         run._mirror = _WandbMirror(wandb, args, run.warn)
@@ -408,7 +410,7 @@ def _free_folder(dir: Path, if_exists: str) -> Path:
 
 # %% ../../nbs/lab/01_record.ipynb #e442e656
 @patch
-def _describe(self: Run, config: dict, name: str, seeds: Any) -> None:
+def _describe(self: Run, config: dict, name: str, seeds: Any, parts: Any = None) -> None:
     "Write configuration and environment where they are missing; say where the configuration is another one."
     old, new = flat_keys(self.config), flat_keys(config)
     changed = {k: [old.get(k), new.get(k)] for k in old | new if old.get(k) != new.get(k)}
@@ -419,6 +421,7 @@ def _describe(self: Run, config: dict, name: str, seeds: Any) -> None:
         self.warn("config", f"configuration differs from the run's in: {', '.join(changed)}")
     if not self.environment:
         env = environment(seeds if seeds is not None else config.get("seed"))
+        env |= {} if parts is None else {"parts": plain(parts)}
         _write_tree(self.dir / "environment.json", env)
     self.mark(**{"name": name, "started": _now()} | self._status)
 
