@@ -40,7 +40,7 @@ from grpo_nb.lab.checkpoint import (
 from .progress import Progress
 from .record import Run, is_run, is_timing
 from ..processes import say
-from ..stream import StreamConfig, fingerprint
+from ..stream import fingerprint
 from ..tasks import Task, data_path
 from ..trainer import GRPO
 
@@ -344,13 +344,12 @@ def described(
     if "policy" in given:
         tree["policy"] = _policy_keys(trainer.policy)
     if "tasks" in given:
-        names = [f.name for f in dataclasses.fields(StreamConfig)]
-        order = {} if hasattr(given["tasks"], "read") else {k: tree["tasks"][k] for k in names}
-        tree["tasks"] = (
-            order
-            | _source(_tasksets(trainer.stream), "train")
-            | {"eval": tree["tasks"].get("eval")}
-        )
+        ours = (
+            {} if hasattr(given["tasks"], "read") else tree["tasks"]
+        )  # a stream has its own order
+        one = {k: v for k, v in {"tasksets": None, "shares": "size"}.items() if k in ours}
+        source = _source(_tasksets(trainer.stream), "train")
+        tree["tasks"] = ours | one | source | {"eval": tree["tasks"].get("eval")}
     if "eval_tasks" in given:
         sets = trainer.eval_tasks
         several = isinstance(sets, Mapping) and sets
