@@ -50,7 +50,7 @@ from .ranking import check_layouts, warn_cancelling_scales
 from .reward_runner import RewardConfig, RewardRunner
 from .rewards import passing_rewards
 from .scheduler import make_stream
-from .stream import SMALL, StreamConfig, TaskStream, check_tasks, open_tasks
+from .stream import SMALL, StreamConfig, check_tasks, open_tasks
 from .tasks import Task
 from .update import UpdateConfig, update
 

@@ -20,8 +20,9 @@ from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_reward
 from grpo_nb.lab.record import Run
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.reward_runner import RewardRunner
+from grpo_nb.stream import TaskStream
 from grpo_nb.tasks import Taskset, data_path, overlap
-from grpo_nb.trainer import GRPO, TaskStream
+from grpo_nb.trainer import GRPO
 from grpo_nb.verifiers import exact_answer
 
 RIGHT = exact_answer(extract="marker", marker="</think>")
