@@ -110,9 +110,8 @@ def _batch_sum(r: GroupedRewards, x: Tensor) -> Tensor:
 
 
 def _count_groups(r: GroupedRewards, table_P: Tensor) -> Tensor:
-    "How many groups of all processes; groups that are spread over them are in every table."
-    count = table_P.double().sum()
-    return count if r.groups.processes is not None else all_reduce(count, r.processes)
+    "How many groups of all processes."
+    return all_reduce(table_P.double().sum(), r.processes)
 
 # %% ../nbs/method/01_advantages.ipynb #901c139a
 def grouped_rewards(
@@ -289,19 +288,11 @@ def _warn_one_group(r: GroupedRewards) -> None:
 # %% ../nbs/method/01_advantages.ipynb #29ef814b
 @ADVANTAGES.register("gdpo_verl")
 def gdpo_verl(
-    rewards,
-    group_N,
-    weights=None,
-    *,
-    lengths_N=None,
-    eps=1e-6,
-    ddof=1,
-    norm_adv_by_std=True,
-    **batch,
+    rewards, group_N, weights=None, *, lengths_N=None, eps=1e-6, norm_adv_by_std=True, **batch
 ) -> Tensor:
     "GDPO as verl computes it: whitened over tokens, also with one reward."
     r = grouped_rewards(rewards, group_N, weights, **batch)
-    z_NRK = r.normalise(r.rewards_NRK, eps, ddof) if norm_adv_by_std else r.centre(r.rewards_NRK)
+    z_NRK = r.normalise(r.rewards_NRK, eps) if norm_adv_by_std else r.centre(r.rewards_NRK)
     return r.result(_whiten_tokens(r, weighted_sum(z_NRK, r.weights_R), lengths_N), by_token=True)
 
 
@@ -666,7 +657,7 @@ def _run(
         x = r.rewards_NRK.view(x.shape)
         if "weights" not in takes:
             x = x * x.new_tensor(r.weights_R).view(-1, *[1] * (x.ndim - 2))
-        group_N = r.groups if r.groups.processes is not None else r.groups.index_N
+        group_N = r.groups.index_N
     ok = r.ok_NK[:, 0] if r.flat else r.ok_NK
     values = torch.where(
         ok, ADVANTAGES.call(c.mode, ok.shape, x, group_N, **keys).to(ok.device), 0.0

@@ -536,7 +536,5 @@ def _in_format_2(told: dict) -> dict:
         told = {new.get(k, k): v for k, v in told.items()} | {"format": 2}
         told["tally"] = {tally.get(k, k): v for k, v in told["tally"].items()}
     if told.get("format") != 2:
-        raise ValueError(
-            "The collector's state has another format; it was written by another version."
-        )
+        raise ValueError("The collector's state has another format, of another version.")
     return told

@@ -60,30 +60,12 @@ class Groups:
         return replace(self, index_N=self.index_N.to(device), size_P=self.size_P.to(device))
 
     @classmethod
-    def of(
-        cls,
-        ids: "Groups | Tensor | np.ndarray | Sequence",  # (N,) one id per sample: integers, strings, uuids
-    ) -> "Groups":
-        "Index the groups of `ids`; siblings need not stand together and groups may be uneven."
+    def of(cls, ids: "Groups | Tensor | np.ndarray | Sequence") -> "Groups":
+        "Index the groups of N ids (integers, strings, uuids); siblings need not stand together, groups may be uneven."
         if isinstance(ids, Groups):
             return ids
         _, index, size = torch.unique(_integer_ids(ids), return_inverse=True, return_counts=True)
         return cls(index, size)
-
-    @classmethod
-    def spread(
-        cls,
-        ids: Tensor
-        | np.ndarray
-        | Sequence,  # (N,) of this process: integers, from 0 over all processes
-        processes: Any,  # the process group
-    ) -> "Groups":
-        "Groups that have members on several processes, under the same ids."
-        index = _integer_ids(ids)
-        p = int(
-            all_reduce(1 + index.amax() if len(index) else index.new_tensor(0), processes, "max")
-        )
-        return cls(index, all_reduce(torch.bincount(index, minlength=p), processes), processes)
 
 # %% ../nbs/method/00_core.ipynb #026061ec
 def _integer_ids(ids: Tensor | np.ndarray | Sequence) -> Tensor:  # (N,) int64
@@ -259,13 +241,15 @@ def call(
     answer = f(*args, **keys)
     try:
         x = torch.as_tensor(answer)
+        got = f"{tuple(x.shape)} {x.dtype}"
     except (TypeError, ValueError, RuntimeError):
-        x = None
-    if x is None or x.shape != tuple(shape) or x.is_complex() or self.dtype not in (None, x.dtype):
-        got = type(answer).__name__ if x is None else f"{tuple(x.shape)} {x.dtype}"
-        want = f"{self.answer}, {tuple(shape)}"
-        raise ValueError(f"The {self.kind} {name!r} must return {want}; got {got}.")
-    return x
+        got = type(answer).__name__
+    else:
+        if x.shape == tuple(shape) and self.dtype in (None, x.dtype) and not x.is_complex():
+            return x
+    raise ValueError(
+        f"The {self.kind} {name!r} must return {self.answer}, {tuple(shape)}; got {got}."
+    )
 
 # %% ../nbs/method/00_core.ipynb #084a8269
 def seed_of(
@@ -449,7 +433,6 @@ def _join(parts: Sequence) -> Any:
 # %% ../nbs/method/00_core.ipynb #5bb1842f
 def concat(
     rollouts: Sequence[Rollout],  # in the order wanted
-    same_groups: bool = False,  # True: equal ids in two parts are one group (pieces of one rollout)
 ) -> Rollout:
     "One rollout of several."
     rollouts = list(rollouts)
@@ -461,12 +444,9 @@ def concat(
                 f"Rollouts of different kinds cannot be joined: reward names {first.reward_names} and "
                 f"{r.reward_names}, columns in only one of them: {sorted(odd)}."
             )
-    if not same_groups:
-        index = [Groups.of(r.group_N) for r in rollouts]
-        starts = np.cumsum([0] + [g.num_groups for g in index])
-        rollouts = [
-            r.replace(group_N=g.index_N + int(s)) for r, g, s in zip(rollouts, index, starts)
-        ]
+    index = [Groups.of(r.group_N) for r in rollouts]
+    starts = np.cumsum([0] + [g.num_groups for g in index])
+    rollouts = [r.replace(group_N=g.index_N + int(s)) for r, g, s in zip(rollouts, index, starts)]
     out = dict(vars(first))
     for name, value in out.items():
         parts = [getattr(r, name) for r in rollouts]

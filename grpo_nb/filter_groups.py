@@ -13,7 +13,6 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -183,15 +182,13 @@ class UnknownFilterMetric(KeyError, ValueError):
 def _metric_column(name: str, column: Any, mask_NS: Tensor) -> Tensor:
     "A per-sample column (N,) or token array (N, S) as (N,) float64, NaN where there was None."
     if not isinstance(column, Tensor):
-        array = np.asarray(column)
-        allowed = (Real, type(None))
-        odd = {type(v).__name__ for v in array.ravel().tolist() if not isinstance(v, allowed)}
-        if odd:
+        try:
+            column = torch.from_numpy(np.array(column, dtype=np.float64))
+        except (TypeError, ValueError):
             raise ValueError(
-                f"Filter metric {name!r} needs one number per sample, its column holds {', '.join(sorted(odd))}. "
+                f"Filter metric {name!r} needs one number per sample, got {str(column)[:80]}. "
                 "Name a single component, or give a function of the rollout."
-            )
-        column = torch.from_numpy(array.astype(np.float64))
+            ) from None
     if column.shape == mask_NS.shape:
         return masked_sum(column.double(), mask_NS.to(column.device), 1)
     if column.shape != mask_NS.shape[:1]:
@@ -272,27 +269,21 @@ class FilterGroupsConfig:
     "How groups are filtered and how a batch is filled."
 
     enable: bool = False  # off: one generation batch, everything is trained on
-    metric: Any = None  # name, function, or several; None = the reward components
+    metric: str | Callable | tuple[str | Callable, ...] | None = None  # None = reward components
     max_num_gen_batches: int = 0  # generation batches per step; 0 or less = no limit
     rule: str | Callable | None = None  # in RULES, or a function; None = metric, or all_components
     weights: dict[str, float] | None = None  # of reward components; None = those of the advantage
     singles: Literal["keep", "drop", "error"] = "keep"  # groups with one valid value
     min_spread: NonNegative = 0.0  # largest difference that counts as none; 0 = exact
     band: tuple[float, float] | None = None  # also require low < mean < high
-    action: Literal["refill", "drop", "mask"] = (
-        "refill"  # sample again, train on fewer, or keep the shape
-    )
+    action: Literal["refill", "drop", "mask"] = "refill"  # sample again, fewer, or same shape
     gen_batch_size: Natural = 0  # prompts of a full generation batch; 0 = train_batch_size
     sizing: Literal["full", "adaptive"] = "full"  # next batch: full, or what is missing / keep rate
-    filter_rate_ema: Share = (
-        0.5  # weight of earlier steps' filter rate in the adaptive size, per step
-    )
+    filter_rate_ema: Share = 0.5  # weight of earlier steps' filter rate in the adaptive size
     adaptive_cap: bool = False  # limit from the filter rate of the step
     on_cap: Literal["raise", "train_partial", "skip_step"] = "raise"  # at the limit
     on_end: Literal["drop", "train_partial"] = "drop"  # groups that are left at the end of the data
-    surplus: Literal["drop", "carry"] = (
-        "drop"  # kept groups beyond the batch: carry = to the next step
-    )
+    surplus: Literal["drop", "carry"] = "drop"  # groups beyond the batch: carry = to the next step
     max_staleness: Natural = 0  # age in updates up to which a carried group is used
     log_format: Literal["A"] | None = "A"  # one line per fact in verl's words; None = quiet
 
@@ -305,8 +296,6 @@ class FilterGroupsConfig:
         return given
 
     def __post_init__(self):
-        if isinstance(self.metric, list):
-            self.metric = tuple(self.metric)
         _check_filter(self)
 
     @property
@@ -334,9 +323,6 @@ def _check_filter(c: FilterGroupsConfig):
             f"filter_groups.metric={c.metric!r} and rule={c.rule!r} are two different filters. Give the metric, "
             "or the rule."
         )
-    for m in c.metrics:
-        if not callable(m) and not isinstance(m, str):
-            raise ValueError(f"filter_groups.metric must be a name or a function, got {m!r}.")
 
 # %% ../nbs/method/01_filter_groups.ipynb #3178aef3
 RULES = Registry("filter rule", "one bool per group", torch.bool)

@@ -509,15 +509,14 @@ def in_process(rank, port, out):
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     x, group_N = shared_batch()
     results = {}
-    # uneven shares: 5 and 7 whole groups, nothing and everything, or every third sample and the rest
-    shares = {"groups": group_N < 5, "empty": group_N < 0, "spread": torch.arange(48) % 3 == 0}
+    # uneven shares: 5 and 7 whole groups, or nothing and everything
+    shares = {"groups": group_N < 5, "empty": group_N < 0}
     for share, first in shares.items():
-        spread = share == "spread"
         rows = first if rank == 0 else ~first
         for mode in MODES:
             got = compute_advantages(
                 x[rows],
-                Groups.spread(group_N[rows], dist.group.WORLD) if spread else group_N[rows],
+                group_N[rows],
                 config=AdvantageConfig(mode, [1, 0.5]),
                 lengths_N=1 + torch.arange(48)[rows] % 5,
                 processes=dist.group.WORLD,

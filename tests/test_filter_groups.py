@@ -277,17 +277,6 @@ def test_keys_of_earlier_recipes():
         build_config(FilterGroupsConfig, {"max_gen_batches": 3})
 
 
-def test_an_own_rule_answers_for_each_group():
-    from grpo_nb.filter_groups import RULES
-
-    RULES.register("test_first_only")(lambda rollout, config: torch.tensor([True, False]))
-    r = groups_of([1, 0], [0, 1])
-    c = FilterGroupsConfig(rule="test_first_only")
-    assert decide(r, c).reasons() == ["kept", "cancelled"]
-    with pytest.raises(ValueError, match=r"one bool per group, \(3,\)"):
-        decide(groups_of([1, 0], [0, 1], [1, 1]), c)
-
-
 def test_components_without_weight_do_not_count():
     r = groups_of([0, 1], [0, 0]).replace(
         rewards_NR=torch.tensor([[1.0, 0], [1, 1], [0, 0], [1, 1]]), reward_names=("a", "b")

@@ -1,12 +1,14 @@
 "Dynamic sampling inside the training loop, on the embedded model: counters, feedback, limits, order."
 
 import math
+import warnings
 
 import pytest
 import torch
 
-from grpo_nb.collector import FilterCapError
-from grpo_nb.filter_groups import FilterGroupsConfig
+from grpo_nb.collector import FilterCapError, GroupCollector
+from grpo_nb.core import group_stats
+from grpo_nb.filter_groups import FilterGroupsConfig, decide
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.record import Run
 from grpo_nb.policies.tokens import TokenPolicy
@@ -180,9 +182,101 @@ def lengths(rollout):
     return rollout.lengths_N
 
 
-def test_a_metric_the_batch_lacks_is_refused_with_what_there_is():
+def test_a_metric_the_batch_lacks_is_refused_before_anything_is_sampled():
     with pytest.raises(KeyError, match="Did you mean 'acc'.*truncated"):
-        make("filter_groups.metric=accc").step()
+        make("filter_groups.metric=accc")
+    make(
+        "filter_groups.metric=acc", "steps=1", reward={"exact": RIGHT}
+    )  # the only reward, as in verl
+
+
+# --- rows that must not count --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("metric", [None, "acc", "seq_reward"])
+def test_a_sample_without_a_step_has_no_part_in_anything(metric):
+    t = make("filter_groups.enable=false", "steps=2")
+    rollout = t.collect(TASKS[:2])
+    acc = torch.tensor([1.0, 0, 1, -99, 1, 1, 1, -99])
+    rejected = torch.tensor([3, 7])
+    mask = rollout.mask_NS.clone()
+    mask[rejected] = False
+    token = torch.zeros(mask.shape)
+    token[:, 0] = acc  # of a rejected sample beside the mask
+    info = rollout.info | {"token_level_scores": token}
+    rollout = rollout.replace(rewards_NR=acc[:, None], mask_NS=mask, info=info)
+    values, metrics = t.advantages(rollout)
+    assert values[rejected].tolist() == [0, 0] and (values[4:] == 0).all()
+    whole = [i for i in range(8) if i not in rejected]
+    assert torch.equal(values[whole], t.advantages(rollout[whole])[0])
+    assert metrics["adv/invalid_rows"] == 2 and metrics["reward"] == pytest.approx(5 / 6)
+    filters = FilterGroupsConfig(enable=True, metric=metric, log_format=None)
+    assert decide(rollout, filters).keep_P.tolist() == [True, False]
+    collector = GroupCollector(filters, 1)
+    assert collector.collect(lambda n: rollout).metrics["filter/invalid"] == 2
+    assert t.step(rollout)["adv/invalid_rows"] == 2
+    assert t.last[2].rows[0]["n_zero_advantage"] == 5
+
+
+def test_shaping_that_is_all_there_is_to_learn_from_is_told_without_a_filter_too():
+    shape = lambda completions: [sum(map(ord, c)) % 7 / 7 for c in completions]
+    both = {"acc": only(()), "shape": shape}
+    off = ("filter_groups.enable=false", "steps=1")
+    with pytest.warns(UserWarning, match="acc is the same for all samples"):
+        make(*off, "filter_groups.metric=acc", reward=both).fit()
+    with pytest.warns(UserWarning, match="acc is the same for all samples"):
+        make(*off, reward=both).fit()  # the first is the one that says who passed
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(*off, "advantage.weights={acc: 1, shape: 0}", reward=both).fit()
+
+
+# --- of one's own --------------------------------------------------------------------------------
+
+
+def minus_mean(rewards, group_ids):
+    means = torch.stack([rewards[group_ids == g].mean() for g in group_ids])
+    return (rewards.sum(1) - means).tolist()
+
+
+def own(mode=None, rule=None):
+    t = make("steps=1", "filter_groups.on_cap=train_partial", "filter_groups.max_num_gen_batches=1")
+    t.config.advantage.mode, t.config.filter_groups.rule = mode or "grpo", rule
+    return t
+
+
+def test_a_function_is_an_estimator_and_a_rule():
+    found = own().collect(TASKS[:4])
+    want, got = (own(mode).advantages(found)[0] for mode in ("dr_grpo", minus_mean))
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    kept = own(rule=lambda r, config: group_stats(r.rewards[:, 0], r.group_N).spread > 0).fit()
+    assert kept.last[0].num_groups == own().fit().last[0].num_groups
+
+
+@pytest.mark.parametrize(
+    "mode,rule,told",
+    [
+        (lambda rewards: rewards, None, "estimator '<lambda>' is called with .*too many"),
+        (
+            lambda x, ids, beta: x,
+            None,
+            "estimator '<lambda>' .*missing a required argument: 'beta'",
+        ),
+        (lambda x, ids: x, None, r"one number per sample, \(\d+,\); got \(\d+, 1\)"),
+        (lambda x, ids: x[:, 0] / 0, None, "estimator '<lambda>' returned (inf|nan)"),
+        (lambda x, ids: None, None, "estimator '<lambda>' must return"),
+        (None, lambda r: 1, "filter rule '<lambda>' is called with"),
+        (None, lambda r, c: (1, 2), r"filter rule '<lambda>' must .* one bool per group, \(6,\)"),
+        (None, lambda r, c: [math.nan] * 6, "one bool per group"),
+        (None, lambda r, c: ("a", "b"), "one bool per group, .* got tuple"),
+    ],
+)
+def test_what_a_function_does_wrong_is_told_with_its_name_and_no_update_is_broken_off(
+    mode, rule, told, capsys
+):
+    with pytest.raises(ValueError, match=told):
+        own(mode, rule).fit()
+    assert "broken off" not in capsys.readouterr().out
 
 
 # --- the limit -----------------------------------------------------------------------------------

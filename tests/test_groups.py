@@ -6,9 +6,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.advantages import ADVANTAGES, gdpo, grpo, mo_grpo, rloo
-from grpo_nb.core import Groups, group_centre, group_stats
-from grpo_nb.filter_groups import keep_groups
+from grpo_nb.advantages import (
+    ADVANTAGES,
+    AdvantageConfig,
+    compute_advantages,
+    gdpo,
+    grpo,
+    mo_grpo,
+    rloo,
+    spread_to_tokens,
+)
+from grpo_nb.collector import GroupCollector
+from grpo_nb.core import Groups, Rollout, group_centre, group_stats
+from grpo_nb.filter_groups import FilterGroupsConfig, decide, keep_groups
 
 NAN = float("nan")
 KINDS = {
@@ -158,6 +168,54 @@ def test_the_result_is_the_float64_one_rounded_once(f):
         assert torch.equal(f(x[rows], ids[rows], [1, 0.5, 2]), precise.float())
         half = f(x[rows], ids[rows], [1, 0.5, 2], dtype=torch.bfloat16)
         assert torch.equal(half, precise.bfloat16())
+
+
+@pytest.fixture
+def double_by_default():
+    yield lambda: torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float32)
+
+
+def everything():
+    "Advantages, metrics, decision, batch and state of one batch of rewards."
+    x = np.array([[1, 0.3], [0, 0.7], [1, NAN], [0, 0.1], [0.5, 0.5], [0.5, 0.5]])
+    ids, out = [0, 0, 0, 1, 1, 1], {}
+    for name in sorted(ADVANTAGES):
+        config = AdvantageConfig(name, [1, 0.5])
+        for kind in (np.ndarray.tolist, np.float32, torch.from_numpy):
+            rewards = kind(x)
+            found = compute_advantages(rewards, ids, config=config, lengths_N=[3, 1, 2, 3, 1, 2])
+            out[name, kind] = [found.values, *map(torch.tensor, found.metrics.values())]
+    rollout = Rollout(
+        group_N=torch.tensor(ids),
+        tasks=ids,
+        states={},
+        mask_NS=torch.tensor([[1, 1], [1, 0]] * 3).bool(),
+        old_logp_NS=torch.zeros(6, 2, dtype=torch.float32),
+        rewards_NR=torch.from_numpy(x).float(),
+        reward_names=("acc", "short"),
+    )
+    for rule in ("all_components", "combined", "sum"):
+        d = decide(rollout, FilterGroupsConfig(rule=rule))
+        out[rule] = [d.keep_P, d.values_NC, d.stats.std]
+    collector = GroupCollector(FilterGroupsConfig(enable=True, log_format=None), 1)
+    batch = collector.collect(lambda n: rollout).rollout
+    out["batch"] = [v for v in batch.columns().values() if isinstance(v, torch.Tensor)]
+    out["tokens"] = [spread_to_tokens(out["grpo", np.float32][0], rollout.mask_NS)]
+    return out | {"state": list(collector.state_dict()["tensors"].values())}
+
+
+def test_the_default_dtype_changes_no_number_and_no_dtype(double_by_default):
+    want = everything()
+    double_by_default()
+    for name, values in everything().items():
+        for got, before in zip(values, want[name], strict=True):
+            same = got.double().nan_to_num(9), before.double().nan_to_num(9)
+            if got.ndim:
+                assert got.dtype == before.dtype, name
+                assert torch.equal(*same), name
+            else:
+                torch.testing.assert_close(*same, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("f", [grpo, mo_grpo, rloo, gdpo])
