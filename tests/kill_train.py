@@ -68,11 +68,11 @@ class Denoiser(torch.nn.Module):
 
 
 def diffusion(folder):
-    "Latent trajectories: three epochs over the steps of a sliding window."
-    from grpo_nb.policies.diffusion import DiffusionPolicy, slide_window
+    "Latent trajectories: three epochs over the steps."
+    from grpo_nb.policies.diffusion import DiffusionPolicy
     from grpo_nb.policies.samplers import flow_sampler
 
-    policy = DiffusionPolicy(Denoiser(), flow_sampler(6), (6, 2), reduce="mean", window=(0, 3))
+    policy = DiffusionPolicy(Denoiser(), flow_sampler(6), (6, 2), reduce="mean")
     more = [
         "update.num_epochs=3",
         "update.minibatch_size=8",
@@ -82,7 +82,7 @@ def diffusion(folder):
     config = load_config(None, [*COMMON, *more, f"run.dir={folder}"])
     tasks = Taskset.load(data_path("tasks/easy_train.jsonl"))
     left = lambda completion, **columns: -float(completion[:, 0].mean())
-    return GRPO(policy, tasks, {"left": left}, config, callbacks=[slide_window(3, every=2)])
+    return GRPO(policy, tasks, {"left": left}, config)
 
 
 def ranking(folder):

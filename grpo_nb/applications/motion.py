@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..core import seeded
-from ..policies.diffusion import DENOISERS, DiffusionPolicy
+from ..policies.diffusion import DiffusionPolicy
 from ..policies.samplers import Sampler, ddpm_sampler, flow_sampler, per_row
 from ..tasks import Task
 
@@ -82,7 +82,6 @@ def reach_tasks(
     ]
 
 # %% ../../nbs/applications/motion.ipynb #d9564827
-@DENOISERS.register("motion_mlp", force=True)  # the newest counts: the notebook's or the module's
 class MotionMLP(nn.Module):
     "An MLP that predicts a motion from a noisy one."
 
@@ -95,13 +94,6 @@ class MotionMLP(nn.Module):
         dropout: float = 0.0,
     ):
         super().__init__()
-        self.config = {
-            "shape": list(shape),
-            "condition": condition,
-            "times": times,
-            "width": width,
-            "dropout": dropout,
-        }
         dims = torch.Size(shape).numel()
         self.time = nn.Embedding(times, 16)
         self.net = nn.Sequential(
