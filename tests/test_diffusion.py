@@ -52,7 +52,6 @@ SAMPLERS = {
     "ddim": ddim_sampler(6, 100, eta=0.7),
     "flow": flow_sampler(6),
     "flow_x0": flow_sampler(6, prediction="x0"),
-    "flow_last": flow_sampler(6, final_noise=True),
     "dance": flow_sampler(6, "dance"),
     "cps": flow_sampler(6, "cps", shift=3.0),
 }

@@ -311,50 +311,6 @@ def left_padded(
     at = torch.arange(width, device=ids_PL.device) - (width - length_P[:, None])
     return ids_PL.gather(1, at.clamp(min=0)), (at >= 0).long(), at.clamp(min=0)
 
-# %% ../../nbs/method/02_policies.decoding.ipynb #6b64d2d6
-def _reserve_cache(cache, index: Tensor, extra: int):
-    "Give every sample its prompt's rows, with room for `extra` more tokens."
-    from transformers.cache_utils import DynamicLayer
-
-    if all(type(layer) is DynamicLayer for layer in cache.layers):
-        cache.layers = [_reserved_layer()(layer, index, extra) for layer in cache.layers]
-    else:
-        cache.batch_select_indices(index)
-    return cache
-
-# %% ../../nbs/method/02_policies.decoding.ipynb #7a726644
-@functools.cache
-def _reserved_layer() -> type:
-    "The class of such a layer; transformers is loaded when it is needed."
-    from transformers.cache_utils import DynamicLayer
-
-    class ReservedLayer(DynamicLayer):
-        def __init__(self, layer, index, extra):
-            super().__init__()
-            self.length = layer.keys.shape[2]
-            self.space = [F.pad(x[index], (0, 0, 0, extra)) for x in (layer.keys, layer.values)]
-            self.is_initialized = True
-            self.dtype = layer.keys.dtype
-            self.device = layer.keys.device
-            self.view()
-
-        def view(self):
-            self.keys, self.values = (x[:, :, : self.length] for x in self.space)
-            return self.keys, self.values
-
-        def update(self, key_states, value_states, *args, **kwargs):
-            new = self.length + key_states.shape[2]
-            for space, x in zip(self.space, (key_states, value_states)):
-                space[:, :, self.length : new] = x
-            self.length = new
-            return self.view()
-
-        def batch_select_indices(self, indices):
-            self.space = [x[indices] for x in self.space]
-            self.view()
-
-    return ReservedLayer
-
 # %% ../../nbs/method/02_policies.decoding.ipynb #aa519414
 class Decoder:
     "Prompt pass, then one token per row and call, on any model of transformers."
@@ -373,7 +329,8 @@ class Decoder:
         return self.network.logits(hidden[:, -1])[index_N]
 
     def _reserve(self, cache, hidden: Tensor, index_N: Tensor, extra: int):
-        self.cache = _reserve_cache(cache, index_N, extra)
+        cache.batch_select_indices(index_N)
+        self.cache = cache
 
     def step(self, token_N: Tensor) -> Tensor:
         "Logits after one more token of each row."

@@ -92,6 +92,8 @@ _NAMES = "Give a folder, OWNER/NAME of a model of the hub, a *.gguf file, gguf:P
 
 def _why_not_read(source: str, error: Exception, part: str = "model") -> str:
     "Where a model was looked for, and what to do, in one line."
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
     about = (str(error) or type(error).__name__).strip().split("\n")[0].rstrip(":. ")
     if "weights_only" in about:
         about = "its weights are a pickle with code in it, which is not run"
@@ -107,7 +109,9 @@ def _why_not_read(source: str, error: Exception, part: str = "model") -> str:
             f"the folder {source} holds no model that transformers can load ({damaged_file(folder) or f'{part}: {about}'}). It needs "
             "config.json, weights and a tokenizer, as save_pretrained writes them."
         )
-    return f"there is no folder {source!r} here, the Hugging Face cache does not hold it, and {_asked_hub(error)}. {_NAMES}"
+    hub = "does not give it (no such public model, or no connection)"
+    hub = "was not asked (HF_HUB_OFFLINE is set)" if HF_HUB_OFFLINE else hub
+    return f"there is no folder {source!r} here, the Hugging Face cache does not hold it, and the hub {hub}. {_NAMES}"
 
 # %% ../../nbs/method/02_policies.loading.ipynb #6878361e
 def damaged_file(folder: Path) -> str:
@@ -123,26 +127,6 @@ def damaged_file(folder: Path) -> str:
         except Exception as e:
             return f"{path.name} is damaged: {str(e).rstrip('. ')}"
     return ""
-
-# %% ../../nbs/method/02_policies.loading.ipynb #85e6bddf
-def _asked_hub(error: Exception | None) -> str:
-    "What the hub said, read from a chain of errors."
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-
-    if HF_HUB_OFFLINE:
-        return "the hub was not asked (HF_HUB_OFFLINE is set)"
-    names = set()
-    while error is not None:
-        names.add(type(error).__name__)
-        error = error.__cause__ or error.__context__
-    if names & {
-        "RepositoryNotFoundError",
-        "HFValidationError",
-        "HTTPStatusError",
-        "GatedRepoError",
-    }:
-        return "the hub has no such model that may be read without logging in"
-    return "the hub could not be reached"
 
 # %% ../../nbs/method/02_policies.loading.ipynb #1b38bb20
 def _find_gguf(package: str) -> Path:

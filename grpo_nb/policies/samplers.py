@@ -108,7 +108,6 @@ class Sampler:
     next_T: tuple[float, ...]  # ab or sigma after it
     prediction: str  # what the network predicts: "x0", "eps", "v", "flow"
     noise: float = 1.0  # eta or a
-    final_noise: bool = False  # flow, dance: noise in the last step too
 
     def __post_init__(self):
         STEPS[self.scheme]
@@ -172,7 +171,7 @@ def std_T(self: Sampler) -> Tensor:  # (T,) float64, 0 where a step is determini
     "Deviation of each step; it does not depend on the network."
     nothing = torch.zeros(len(self), 1, dtype=torch.float64)
     std = self.step(nothing, nothing, torch.arange(len(self)))[1]
-    if self.scheme in ("flow", "dance") and not self.final_noise:
+    if self.scheme in ("flow", "dance"):
         std = torch.cat([std[:-1], std.new_zeros(1)])
     return std
 
@@ -230,7 +229,6 @@ def flow_sampler(
     shift: float = 1.0,  # > 1 spends more steps at high noise
     time_scale: float = 1.0,  # the network gets sigma times this
     prediction: str = "flow",
-    final_noise: bool = False,  # noise in the last step too
 ) -> Sampler:
     "Evenly spaced sigmas from 1 to 0."
     one_of("flow scheme", scheme, ("flow", "dance", "cps"))
@@ -238,6 +236,4 @@ def flow_sampler(
     sigma = [shift * s / (1 + (shift - 1) * s) for s in even]
     noise = {"dance": 0.3}.get(scheme, 0.7) if noise is None else noise
     times = tuple(s * time_scale for s in sigma[:-1])
-    return Sampler(
-        scheme, times, tuple(sigma[:-1]), tuple(sigma[1:]), prediction, noise, final_noise
-    )
+    return Sampler(scheme, times, tuple(sigma[:-1]), tuple(sigma[1:]), prediction, noise)

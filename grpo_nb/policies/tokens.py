@@ -327,10 +327,8 @@ def sample(
     length_P = torch.tensor([len(ids) for ids in prompts])
     ids_PL = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
     index_N = torch.arange(len(tasks)).repeat_interleave(num_generations)
-    shape = len(index_N), self.max_new_tokens
-    uniform_NS = torch.rand(
-        shape, dtype=torch.float64, generator=generator, device=generator.device
-    )
+    where = {"generator": generator, "device": generator.device}
+    uniform_NS = torch.rand(len(index_N), self.max_new_tokens, dtype=torch.float64, **where)
     parts = [
         self._generate_rows(ids_PL, length_P, index_N[rows], uniform_NS[rows], greedy)
         for rows in torch.arange(len(index_N)).split(self.max_rows)
@@ -341,23 +339,13 @@ def sample(
     token, mask, logp, entropy = (x[:, :width] for x in (token, mask, logp, entropy))
     last = token.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
     ends = self.tokenizer.batch_decode([ids[-16:].tolist() for ids in prompts])
-    return Rollout(
-        group_N=index_N,
-        tasks=[t for t in tasks for _ in range(num_generations)],
-        states={
-            "prompt_ids": ids_PL[index_N],
-            "prompt_len": length_P[index_N],
-            "completion_ids": token,
-        },
-        mask_NS=mask,
-        old_logp_NS=logp,
-        outputs=self.decode(token, mask),
-        info={
-            "truncated": ~torch.isin(last, torch.tensor(self.stop)),
-            "entropy": entropy.sum(1) / mask.sum(1),
-            "prompt_end": [ends[i] for i in index_N.tolist()],  # a tag that it leaves open
-        },
-    )
+    states = {"prompt_ids": ids_PL[index_N], "prompt_len": length_P[index_N]}
+    states["completion_ids"] = token
+    info = {"truncated": ~torch.isin(last, torch.tensor(self.stop))}
+    info["entropy"] = entropy.sum(1) / mask.sum(1)
+    info["prompt_end"] = [ends[i] for i in index_N.tolist()]  # a tag that it leaves open
+    named, texts = [t for t in tasks for _ in range(num_generations)], self.decode(token, mask)
+    return Rollout(index_N, named, states, mask, logp, outputs=texts, info=info)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #3a75e372
 @patch
