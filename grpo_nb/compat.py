@@ -96,12 +96,12 @@ def make_safe_safety_func(
     safety_oracle: SafetyOracle,  # what is risky
     lambda_safe: float = 1.0,  # weight of safety
     penalty_safe: float = 1.0,  # size of one violation at rank 1
-    variant: str = "log_decay",  # relevance variant it stands beside
+    variant: str = "log_decay",  # of relevance; the number is the same for all
     **options,  # of `make_safety_reward`
 ) -> Callable[..., list[list[float]]]:
     "`make_safety_reward` with a parser of its own."
     parser = ListParser(rec_num)
-    return make_safety_reward(parser, safety_oracle, variant, lambda_safe, penalty_safe, **options)
+    return make_safety_reward(parser, safety_oracle, lambda_safe, penalty_safe, **options)
 
 
 def make_safe_reward_func(

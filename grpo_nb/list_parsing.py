@@ -255,7 +255,6 @@ def parse_list(
     catalogue: Titles | None = None,  # films that exist; None = every title is taken as known
     seen: Titles | Iterable = (),  # films the user knows
     prose: bool = True,  # False: every line with content is an item, none is preamble or trailing text
-    drop_malformed: bool = False,  # True: malformed lines hold no rank, and their tokens no item
 ) -> ParsedList:
     "Items, token spans and statuses of a generated list, in one pass over its tokens."
     pieces_S = [pieces_S] if isinstance(pieces_S, str) else pieces_S
@@ -268,7 +267,7 @@ def parse_list(
             owner.append(owner[-1] if owner else -1)
             continue
         read = _read_item(line)
-        if not first <= i < stop or drop_malformed and read is None:
+        if not first <= i < stop:
             owner.append(-1)
             continue
         owner.append(len(found))
@@ -301,20 +300,18 @@ class ListParser:
         num_ranks: int,  # K
         catalogue: Titles | Iterable | None = None,  # films that exist, with their exact years
         prose: bool = True,  # False: every line with content is an item
-        drop_malformed: bool = False,  # True: malformed lines hold no rank
     ):
         self.num_ranks = check_number("num_ranks", num_ranks, 1, whole=True)
         if catalogue is not None and not isinstance(catalogue, Titles):
             catalogue = Titles(catalogue, tolerance=0)
         self.catalogue = catalogue
         self.prose = prose
-        self.drop_malformed = drop_malformed
         self.known = OrderedDict()
 
     @property
     def layout(self) -> tuple:
         "What decides which lines are items: rewards and tokens must agree on it."
-        return self.num_ranks, self.prose, self.drop_malformed
+        return self.num_ranks, self.prose
 
     def __call__(
         self,
@@ -332,9 +329,7 @@ class ListParser:
         text = _readable(answer)
         key = (text, tuple(map(film_key, as_list(seen))))
         if key not in self.known:
-            self.known[key] = parse_list(
-                text, self.num_ranks, self.catalogue, key[1], self.prose, self.drop_malformed
-            )
+            self.known[key] = parse_list(text, self.num_ranks, self.catalogue, key[1], self.prose)
         self.known.move_to_end(key)
         if len(self.known) > 4096:
             self.known.popitem(last=False)

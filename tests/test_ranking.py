@@ -32,11 +32,8 @@ from grpo_nb.processes import all_reduce
 from grpo_nb.ranking import (
     SafetyOracle,
     check_layouts,
-    exp_decay,
-    exp_inf,
     hit_matrix,
     log_decay,
-    make_count_reward,
     make_relevance_reward,
     make_safe_reward,
     make_safety_reward,
@@ -84,18 +81,18 @@ def facts(parsed):
 
 
 @FAST
-@given(answer, st.lists(st.integers(0, 500), max_size=25), st.booleans(), st.booleans())
-def test_items_do_not_depend_on_the_tokens(text, cuts, prose, drop):
-    rules = dict(prose=prose, drop_malformed=drop)
+@given(answer, st.lists(st.integers(0, 500), max_size=25), st.booleans())
+def test_items_do_not_depend_on_the_tokens(text, cuts, prose):
+    rules = dict(prose=prose)
     whole, split = parse_list(text, 4, **rules), parse_list(cut(text, cuts), 4, **rules)
     assert facts(whole) == facts(split)
     assert whole.parse_error == split.parse_error
 
 
 @FAST
-@given(answer, st.lists(st.integers(0, 500), max_size=25), st.booleans())
-def test_spans_are_disjoint_and_ordered(text, cuts, drop):
-    parsed = parse_list([*cut(text, cuts), None], 3, drop_malformed=drop)
+@given(answer, st.lists(st.integers(0, 500), max_size=25))
+def test_spans_are_disjoint_and_ordered(text, cuts):
+    parsed = parse_list([*cut(text, cuts), None], 3)
     ends = [0]
     for item in parsed.items:
         assert ends[-1] <= item.token_start <= item.token_end
@@ -217,17 +214,6 @@ def test_suffix_sum_equals_the_double_loop(rel):
     np.testing.assert_allclose(log_decay(np.array([rel]))[0], want, atol=1e-12)
 
 
-@FAST
-@given(rel_K, st.floats(1.01, 50))
-def test_exponential_equals_its_recursion(rel, gamma):
-    want, after = [], 0.0
-    for hit in reversed(rel):
-        after = hit + after / gamma
-        want.insert(0, after)
-    np.testing.assert_allclose(exp_decay(np.array([rel]), gamma)[0], want, rtol=1e-12)
-    np.testing.assert_array_equal(exp_decay(np.array([rel]), math.inf), exp_inf(np.array([rel])))
-
-
 def test_year_tolerance_and_consumption():
     parse = ListParser(5)
     relevant = ["Heat (1995)"]
@@ -250,7 +236,7 @@ RISKS = {f: {"horror": i / 9, "war": 1 - i / 9} for i, f in enumerate(FILMS)}
 
 
 def old_reward(text, relevant, seen, avoid, k, variant, lambda_safe, penalty_safe):
-    "The earlier combined reward as published, written naively: malformed lines dropped, unknown titles safe."
+    "The earlier combined reward as published, written naively: unknown titles safe."
     titles = [x for x in (_read_item(row) for row in text.split("\n")) if x]
     left, out = {(t[:-7], int(t[-5:-1])) for t in relevant}, []
     hit, bad = [0.0] * k, [0.0] * k
@@ -272,9 +258,9 @@ def old_reward(text, relevant, seen, avoid, k, variant, lambda_safe, penalty_saf
 @pytest.mark.parametrize("variant", ["log_decay", "exp_inf"])
 def test_combined_reward_equals_the_old_one(variant):
     rng = random.Random(0)
-    extra = ["Film Z (1999)", "no year here", "Film A 1980", ""]
+    extra = ["Film Z (1999)", ""]
     oracle = SafetyOracle(RISKS, unknown="safe")
-    parser = ListParser(6, FILMS, drop_malformed=True, prose=False)
+    parser = ListParser(6, FILMS, prose=False)
     old_options = dict(missing=0.0, error=0.0, lambda_safe=0.8, penalty_safe=1.5)
     reward = make_safe_reward(parser, oracle, variant, **old_options)
     rows, want, columns = [], [], {"relevant": [], "seen": [], "avoid": []}
@@ -291,9 +277,7 @@ def test_combined_reward_equals_the_old_one(variant):
     np.testing.assert_allclose(got, want, atol=1e-12)
     parts = [
         make_relevance_reward(parser, variant, missing=0.0)(["p"] * 200, rows, **columns),
-        make_safety_reward(parser, oracle, variant, 0.8, 1.5, 0.0, 0.0)(
-            ["p"] * 200, rows, **columns
-        ),
+        make_safety_reward(parser, oracle, 0.8, 1.5, 0.0, 0.0)(["p"] * 200, rows, **columns),
     ]
     np.testing.assert_allclose(np.sum(parts, 0), want, atol=1e-12)
     make = {"log_decay": make_safe_reward_func, "exp_inf": make_safe_reward_func_individual}
@@ -303,19 +287,15 @@ def test_combined_reward_equals_the_old_one(variant):
         seen_titles=columns["seen"],
         constraints=columns["avoid"],
     )
-    good = [i for i, t in enumerate(rows) if all(_read_item(x) for x in t.split("\n"))]
-    pick = lambda x: [x[i] for i in good]
-    got = named(["p"] * len(good), pick(rows), **{k: pick(v) for k, v in old_columns.items()})
-    np.testing.assert_allclose(got, pick(want), atol=1e-12)
+    np.testing.assert_allclose(named(["p"] * 200, rows, **old_columns), want, atol=1e-12)
 
 
 def test_safety_threshold_policy_and_discount():
     oracle = SafetyOracle({"A (1990)": {"x": 0.66}, "B (1990)": {"x": 0.6599}}, unknown=0.5)
     parser = ListParser(4)
     call = dict(prompts=["p"], completions=["B (1990)\nA (1990)\nC (1990)\nno"], avoid=[["x"]])
-    for variant in ("log_decay", "exp_inf", "exp"):
-        row = make_safety_reward(parser, oracle, variant, 2.0, 3.0)(**call)[0]
-        np.testing.assert_allclose(row, [0, -6 / math.log2(3), -3 / 2, 0], atol=1e-12)
+    row = make_safety_reward(parser, oracle, 2.0, 3.0)(**call)[0]
+    np.testing.assert_allclose(row, [0, -6 / math.log2(3), -3 / 2, 0], atol=1e-12)
 
 
 # ---------------------------------------------------------------- with advantages
@@ -339,7 +319,7 @@ def test_lambda_and_penalty_cancel_under_gdpo(variant):
     rel = torch.tensor(make_relevance_reward(parser, variant)(**call))
     adv = []
     for lam, pen in ((1, 1), (10, 1), (1, 7)):
-        safety = make_safety_reward(parser, oracle, variant, lam, pen)
+        safety = make_safety_reward(parser, oracle, lam, pen)
         adv.append(gdpo(torch.stack([rel, torch.tensor(safety(**call))], 1), ids))
     assert (adv[0] - adv[1]).abs().max() < 2e-3 and (adv[0] - adv[2]).abs().max() < 2e-3
     combined = []
@@ -503,7 +483,6 @@ def test_rewards_with_other_rules_than_the_policy_are_refused():
     for other in (ListParser(3), ListParser(2, prose=False)):
         for make in (
             make_relevance_reward,
-            make_count_reward,
             lambda p: make_safety_reward(p, oracle),
             lambda p: make_safe_reward(p, oracle),
         ):
@@ -632,7 +611,6 @@ def test_a_blank_line_does_not_excuse_a_malformed_line(text):
             lambda p: make_safety_reward(p, SafetyOracle({}, "safe"), lambda_safe=math.inf),
             "lambda_safe must be",
         ),
-        (lambda p: make_count_reward(p, target=0), "target must be a whole number >= 1"),
         (lambda p: SafetyOracle({}, None), "'safe', 'unsafe' or a number in \\[0, 1\\], got None"),
         (lambda p: SafetyOracle({"A": {"x": NAN}}, "safe"), "must be >= 0 and <= 1, got nan"),
         (lambda p: SafetyOracle({}, "safe", threshold="high"), "threshold must be"),
@@ -659,8 +637,6 @@ def test_scales_that_cancel_are_told_in_every_mode_that_divides_them_out(mode):
         UserWarning, match="penalty_safe of reward 'safety' = 3 .* advantage.weights"
     ):
         warn_cancelling_scales(loud, mode)
-    with pytest.warns(UserWarning, match="coefficient of reward 'count' = 0.5"):
-        warn_cancelling_scales({"count": make_count_reward(parser, 0.5)}, mode)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_cancelling_scales(loud, "grpo")
