@@ -118,13 +118,11 @@ def add(
     result: CallResult,  # what came of it
 ) -> None:
     "File a result; raises RewardError where the run must stop."
-    values = (
-        np.full((len(rows), len(columns), 1), np.nan) if result.values is None else result.values
-    )
-    self._widen(values.shape[2], columns[0])
-    for i, n in enumerate(rows):
-        for j, r in enumerate(columns):
-            self.values[n, r] = self._file(n, r, values[i, j], result)
+    values = result.values or [[[np.nan]] * len(columns)] * len(rows)  # (n, R, K)
+    self._widen(len(values[0][0]), columns[0])
+    for n, sample in zip(rows, values):
+        for r, value in zip(columns, sample):
+            self.values[n, r] = self._file(n, r, value, result)
             self.ms_NR[n, r] = result.ms
     for name, numbers in result.logged.get("metrics", {}).items():
         name = f"reward/{self.components[columns[0]]}/{name}"
@@ -148,13 +146,13 @@ def _widen(self: _RewardRecord, ranks: int, r: int) -> None:
 
 # %% ../nbs/method/03_reward_runner.ipynb #ce993cb9
 @patch
-def _file(self: _RewardRecord, n: int, r: int, value: Any, result: CallResult) -> Any:
+def _file(self: _RewardRecord, n: int, r: int, value: list[float], result: CallResult) -> Any:
     "Note the outcome for sample n and component r, and give back what stands there under its policy."
     name, outcome, message = self.components[r], result.outcome, result.message
-    if outcome == "ok" and not (np.isnan(value) | (np.abs(value) <= _FLOAT32_MAX)).all():
+    if outcome == "ok" and any(abs(x) > _FLOAT32_MAX for x in value):
         outcome = "nonfinite"
-        message = f"expected finite float32 numbers, got {_shown(value.squeeze().tolist())}"
-    elif outcome == "ok" and np.isnan(value).all():
+        message = f"expected finite float32 numbers, got {_shown(value if value[1:] else value[0])}"
+    elif outcome == "ok" and all(x != x for x in value):
         outcome, message = "none", "it returned None or NaN, and on_none is 'raise'"
     self.outcomes_NR[n, r] = outcome
     if outcome == "ok":

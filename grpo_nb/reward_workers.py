@@ -30,7 +30,6 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from fastcore.basics import patch
 
 from .processes import end_with_parent
@@ -85,9 +84,8 @@ def _encode(result: CallResult | None) -> bytes:
     "A result as a line of JSON; None says that it goes on one sample at a time."
     if result is None:
         return b'{"split": true}\n'
-    values = None if result.values is None else result.values.tolist()
-    row = {"outcome": result.outcome, "values": values, "n": result.n, "logged": result.logged}
-    return json.dumps(row | {"message": result.message, "ms": result.ms}).encode() + b"\n"
+    row = {k: v for k, v in vars(result).items() if k != "error"}
+    return json.dumps(row).encode() + b"\n"
 
 # %% ../nbs/method/02_reward_workers.ipynb #af4f302d
 def _logged_is_plain(logged: Any, n: int) -> bool:
@@ -109,10 +107,11 @@ def _decode(message: Any, components: int) -> CallResult | None:
         fine &= _logged_is_plain(result.logged, result.n)
         result.message = "".join(c if c.isprintable() else " " for c in result.message[:1000])
         if result.outcome == "ok":
-            result.values = np.array(result.values)
-            fine &= result.values.shape[:2] == (result.n, components)
-            fine &= result.values.ndim == 3 and result.values.size > 0
-            fine &= result.values.dtype.kind in "if"
+            fine &= len(result.values) == result.n
+            fine &= all(len(row) == components for row in result.values)
+            cells = [cell for row in result.values for cell in row]
+            fine &= len({len(cell) for cell in cells} | {0}) == 2  # one number of ranks, not 0
+            fine &= all(type(x) is float for cell in cells for x in cell)
         else:
             fine &= result.outcome in ("error", "timeout", "shape") and result.values is None
     except Exception:  # whatever a crafted message does to these lines, it is no result

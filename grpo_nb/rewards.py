@@ -45,23 +45,26 @@ def _shown(value: Any) -> str:
     return f"{type(value).__name__} {text[:60]}".strip()
 
 # %% ../nbs/method/01_rewards.ipynb #3d5909cd
+def _plain(value: Any) -> Any:
+    "A value without the array around it; None, NaN, NaT, pandas' NA and numpy's masked are None."
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = None if getattr(value, "mask", False) else value.item()
+    gap = type(value).__name__ in ("NAType", "NaTType")
+    return None if gap or isinstance(value, numbers.Number) and value != value else value
+
+
 def is_missing(
     value: Any,  # what a task column holds, or a reward function returned
 ) -> bool:
-    "None, NaN, NaT, pandas' NA and numpy's masked: nothing is there."
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        value = None if getattr(value, "mask", False) else value.item()
-    if value is None or type(value).__name__ in ("NAType", "NaTType"):
-        return True
-    return isinstance(value, numbers.Number) and value != value
+    "Nothing is there: None, NaN, NaT, pandas' NA or numpy's masked."
+    return _plain(value) is None
 
 # %% ../nbs/method/01_rewards.ipynb #24deda56
 def _number(value: Any) -> float:
     "A finite or infinite float; what is missing becomes NaN; anything else is refused."
-    if is_missing(value):
+    value = _plain(value)
+    if value is None:
         return math.nan
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         hint = "; return 1.0 or 0.0" if isinstance(value, bool) else ""
         raise _ContractError(f"expected a number or None, got {_shown(value)}{hint}")
@@ -74,7 +77,7 @@ def _number(value: Any) -> float:
 def _column(
     values: Any,  # what a function returned for n completions
     n: int,
-) -> np.ndarray:  # (n, K) float64, K = 1 for numbers; NaN = does not apply
+) -> list[list[float]]:  # (n, K), K = 1 for numbers; NaN = does not apply
     "One entry per completion."
     if not isinstance(values, (list, tuple)) and getattr(values, "ndim", 0) not in (1, 2):
         raise _ContractError(
@@ -83,22 +86,24 @@ def _column(
     if len(values) != n:
         raise _ContractError(f"expected {n} values, one per completion, got {len(values)}")
     is_row = lambda v: isinstance(v, (list, tuple)) or getattr(v, "ndim", 0) == 1
-    entries = [[_number(x) for x in v] if is_row(v) else _number(v) for v in values]
-    ranks = sorted({len(e) for e in entries if isinstance(e, list)}) or [1]
+    rows = [[_number(x) for x in v] if is_row(v) else [_number(v)] for v in values]
+    ranks = sorted({len(row) for row, v in zip(rows, values) if is_row(v)}) or [1]
     if len(ranks) > 1 or ranks == [0]:
         raise _ContractError(f"expected rows of one number of ranks, at least 1; got {ranks}")
-    full = [e if isinstance(e, list) else [e] * ranks[0] for e in entries]
-    return np.array(full, np.float64)
+    return _spread(rows, ranks[0])
 
 
-def _side_by_side(
-    columns: Sequence[np.ndarray],  # (n, K) each
-) -> np.ndarray:  # (n, R, K)
-    "The components of a batch as one array; a number beside rows counts at each rank."
-    ranks = {c.shape[1] for c in columns} - {1}
+def _spread(rows: Sequence[list[float]], ranks: int) -> list[list[float]]:
+    "Rows of K ranks; a single number counts at each."
+    return [row * ranks if len(row) == 1 else row for row in rows]
+
+
+def _side_by_side(columns: Sequence[list[list[float]]]) -> list[list[list[float]]]:  # (n, R, K)
+    "The components of a batch, each (n, K)."
+    ranks = {len(row) for column in columns for row in column[:1]} - {1}
     if len(ranks) > 1:
         raise _ContractError(f"expected one number of ranks, got {sorted(ranks)}")
-    return np.stack(np.broadcast_arrays(*columns), 1)
+    return [_spread(sample, max(ranks, default=1)) for sample in zip(*columns)]
 
 # %% ../nbs/method/01_rewards.ipynb #4f829308
 REWARDS = Registry("reward")
@@ -340,6 +345,8 @@ def _own_copy(value: Any) -> Any:
     "A copy of an argument; what cannot be copied (a lock, a file, a connection) is shared."
     if isinstance(value, (str, int, float, types.SimpleNamespace, types.NoneType)):  # safe to share
         return value
+    if type(value) is list and all(type(x) is int for x in value):  # token ids
+        return value.copy()
     try:
         return copy.deepcopy(value)
     except Exception:
@@ -402,15 +409,14 @@ def _parts(value: Any, components: Sequence[str]) -> list:
     return [value[c] for c in components]
 
 # %% ../nbs/method/01_rewards.ipynb #709313f0
-def _call_reward(
-    spec: RewardSpec, args: Mapping[str, list], n: int, logged: dict | None = None
-) -> np.ndarray:
+def _call_reward(spec: RewardSpec, args: Mapping[str, list], n: int, logged: dict) -> list:
     "Call the function on n samples, with arguments of its own, and read what it returns: (n, R, K)."
     own = {k: [_own_copy(x) for x in v] for k, v in args.items()}
-    log = _loggers({} if logged is None else logged, n if spec.form == "batch" else 1)
+    batch = spec.form == "batch"
+    log = _loggers(logged, n if batch else 1) if spec.logs else {}
     log = {k: log[k] for k in spec.logs}
     call = lambda given: _parts(_LOOP.wait(spec.function(**given, **log)), spec.components)
-    if spec.form == "batch":
+    if batch:
         shared = {k: own[k][0] for k in ("trainer_state",) if k in own}
         parts = call(own | shared)
     else:
@@ -428,7 +434,7 @@ class CallResult:
     "What came of one call for n samples."
 
     outcome: str  # ok (then numbers tell none and nonfinite), error, timeout or shape
-    values: np.ndarray | None = None  # (n, R, K); None unless ok
+    values: list | None = None  # (n, R, K) floats; None unless ok
     n: int = 1
     message: str = ""
     ms: float = 0.0  # milliseconds per sample
