@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -164,22 +165,21 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path):
         GRPO.load(before, rewards={"thirds": thirds})
 
 
-def full(*a, **k):
-    raise OSError(28, "No space left on device")
-
-
 @pytest.mark.parametrize("fault", ["full disk", "no folder", "removal", "rows"])
-def test_training_goes_on_without_a_checkpoint_and_ends_with_an_error(fault, tmp_path, monkeypatch):
-    seen = []
+def test_training_goes_on_without_a_checkpoint_and_ends_with_an_error(
+    fault, tmp_path, monkeypatch, request
+):
+    limits, seen = resource.getrlimit(resource.RLIMIT_FSIZE), []
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
     t = make(tmp_path / "r", "checkpoint.every=1", callbacks=[lambda t, row: seen.append(1)])
     t.open_run()
     root = t.run.dir / "checkpoints"
-    if fault == "full disk":
-        monkeypatch.setattr(checkpoint, "_write_state", full)
+    if fault == "full disk":  # really: safetensors writes on its own
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
     elif fault == "no folder":
         root.write_text("in the way")
     elif fault == "removal":
-        monkeypatch.setattr(session, "prune", full)
+        monkeypatch.setattr(session, "prune", lambda *a: io.FileIO("/dev/full", "wb").write(b"x"))
     else:
         monkeypatch.setattr(t.run._files["metrics"], "file", io.FileIO("/dev/full", "wb"))
     with pytest.warns(UserWarning, match="Training goes on"):
@@ -192,7 +192,9 @@ def test_training_goes_on_without_a_checkpoint_and_ends_with_an_error(fault, tmp
     with pytest.raises((CheckpointError, OSError), match="written|No space"):
         t.fit(1)
     if fault != "no folder":
+        assert fault != "full disk" or not list(root.iterdir())  # nothing half
         monkeypatch.undo()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert check_seal(t.save())["step"] == t.step_done
         assert [r["step"] for r in rows(t)] == list(range(1, t.step_done + 1))
     t.close()
@@ -207,13 +209,6 @@ def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path):
         t.fit(1)
     t.close()
     assert list(good.parent.iterdir()) == [good] and t.run.status["state"] == "failed"
-
-
-def test_two_writers(tmp_path):
-    first = make(tmp_path / "r").fit(1)
-    with pytest.raises(RunLocked, match="is being written by process .* close it there"):
-        make(tmp_path / "r", "run.if_exists=resume").fit(1)
-    first.close()
 
 
 def test_a_run_killed_while_a_checkpoint_was_sealed_goes_on_elsewhere(tmp_path):
@@ -430,15 +425,6 @@ def test_the_package_never_unpickles_files():
                 assert "allow_pickle" not in [k.arg for k in node.keywords], path
 
 
-def test_best_and_last_are_kept(tmp_path):
-    t = make(None)
-    for step, score in enumerate([0.3, 0.9, 0.1, 0.2, 0.4], 1):
-        t.step_done, t.history = step, [{"eval_sampled": score}]
-        t.save(tmp_path)
-        checkpoint.prune(tmp_path, keep_last=2, keep_best=1)
-    assert [check_seal(p)["step"] for p in checkpoints(tmp_path)] == [5, 4, 2]
-
-
 def test_callbacks_are_told_and_saved(tmp_path):
     class Counting:
         def __init__(self):
@@ -541,22 +527,6 @@ def test_gradients_that_are_not_finite_are_skipped_counted_and_stop_training(tmp
     t.close()
 
 
-def test_a_disk_that_is_really_full(tmp_path):
-    resource = pytest.importorskip("resource")
-    t = make(tmp_path / "r", "checkpoint.every=1")
-    t.open_run()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
-    try:
-        with pytest.warns(UserWarning, match="policy.safetensors.*Training goes on"):
-            with pytest.raises(CheckpointError, match="policy.safetensors"):
-                t.fit(2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert t.step_done == 2 and not list((t.run.dir / "checkpoints").iterdir())
-    t.close()
-
-
 @pytest.mark.parametrize("fault", ["damaged", "format"])
 def test_a_run_none_of_whose_checkpoints_can_be_read_is_left_as_it_is(fault, tmp_path):
     t = make(tmp_path / "r").fit(3)
@@ -650,7 +620,7 @@ def test_saving_in_the_middle_of_a_step_is_refused(tmp_path):
 def test_a_run_that_another_process_moved_on_is_read_after_the_lock(tmp_path):
     a = make(tmp_path / "r").fit(2)
     b = make(tmp_path / "r", "run.if_exists=resume")
-    with pytest.raises(RunLocked):
+    with pytest.raises(RunLocked, match="written by process .* on this machine: close it there"):
         b.fit(1)
     a.fit(2)
     a.close()

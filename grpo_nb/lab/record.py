@@ -400,8 +400,8 @@ def _free_folder(dir: Path, if_exists: str) -> Path:
         return dir
     if if_exists == "raise":
         raise FileExistsError(
-            f"{str(dir)!r} holds a run. Give another directory, or Run.create(dir, ..., resume=True) to continue it, or "
-            "if_exists='number' for a fresh one beside it; GRPO.load continues the training of a trainer's run."
+            f"{str(dir)!r} holds a run. To continue it: GRPO.load({str(dir)!r}), run.if_exists=resume, or Run.create(dir, "
+            "..., resume=True). For a run beside it: another directory, or if_exists=number."
         )
     number = 2
     while is_run(free := dir.with_name(f"{dir.name}-{number}")):

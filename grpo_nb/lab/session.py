@@ -452,8 +452,6 @@ def _open_record(self: Session):
     if self.run is not None or not folder:
         return
     again = self.resumed_run is not None or c.if_exists == "resume" and is_run(folder)
-    if not again and c.if_exists == "raise" and is_run(folder):
-        self._refuse_run(folder)
     tree = described(self.trainer)
     if again:  # how the record is kept is no part of what is compared
         tree["run"] = Run.open(folder).config.get("run", tree.get("run"))
@@ -481,17 +479,6 @@ def _open_record(self: Session):
         self.trainer.history = read_jsonl(run.dir / "metrics.jsonl")[0]
 
 # %% ../../nbs/lab/02_session.ipynb #8ecc23ae
-@patch
-def _refuse_run(self: Session, folder: str | Path):
-    "Say what to do about a run that is there."
-    resume = ", or set run.if_exists=resume (in the recipe or on the command line)"
-    raise FileExistsError(
-        f"run.dir={str(folder)!r} holds a run, and run.if_exists is 'raise'. To continue that run: "
-        f"GRPO.load({str(folder)!r}){'' if self.trainer.step_done else resume}. For a run beside it: another run.dir, or "
-        "run.if_exists=number."
-    )
-
-
 class _Log(logging.FileHandler):
     "A log without secrets; a full disk ends nothing."
 
@@ -519,15 +506,15 @@ def _load_newest(
     root: Path,  # checkpoints of the run that goes on
 ):
     "Load the newest checkpoint of a run that is there; refuse what would lose rows."
-    n = self.trainer.step_done
-    if n:
+    if n := self.trainer.step_done:
         raise ValueError(
             f"This trainer has done {n} steps that are not those of the run in {str(root.parent)!r}. Continue that run with "
             "a fresh trainer or GRPO.load, or give another run.dir."
         )
     found = latest(root)
     if found is not None:
-        self._load_checkpoint(found)
+        self.trainer.load_state_dict(read_state(found, make_task=Task))
+        self.saved_step = self.trainer.step_done
     elif any(root.glob("step_*")):
         raise CheckpointError(
             f"None of the checkpoints in {str(root)!r} can be read, so the run is left as it is. Read them with the "
@@ -618,16 +605,6 @@ def _autosave(
         warnings.warn(f"{e} Training goes on.", stacklevel=2)
 
 # %% ../../nbs/lab/02_session.ipynb #9e3b07fa
-@patch
-def _load_checkpoint(
-    self: Session,
-    path: Path,  # a whole checkpoint
-):
-    "Take its state."
-    self.trainer.load_state_dict(read_state(path, make_task=Task))
-    self.saved_step = self.trainer.step_done
-
-
 @patch
 def last_checkpoint(self: Session) -> Path | None:  # None: nothing to go on from
     "The newest whole checkpoint of the run."
