@@ -26,28 +26,32 @@ from .config import check_number, describe, one_of, override
 from .evaluate import Scores
 from .files import hide_secrets, plain, write_atomic
 from .lab.budgets import Budget, Samples, Seconds, Steps, to_budget
-from .lab.compare import FailedVariant, Workers, carry_out, compare
+from .lab.compare import Workers, carry_out, compare
 from .lab.filter_logs import format_summary, parse_filter_logs
 from .lab.recipe import GRPOConfig, load_config, read_tree
 from .files import RunLocked
 from .lab.frames import flat_keys
+from .lab.runs import FailedRun
 from .lab.spec import Spec, plan_runs
 from .lab.study import Study
-from .processes import say
 from .tasks import data_path
 from .trainer import GRPO
 
 # %% ../nbs/07_cli.ipynb #fa22ce80
-def _comparison(before: Scores, after: Scores) -> str:
-    "Held-out scores before and after training, as a table for a terminal."
-    lines = [f"{'held-out accuracy':<18} {'before':>24} {'after':>24}"]
-    show = lambda v: f"{v[0]:.3f} [{v[1]:.3f}, {v[2]:.3f}]"
-    for name in before.values:
-        lines.append(f"{name:<18} {show(before.values[name]):>24} {show(after.values[name]):>24}")
-    lines.append(
-        f"({after.n_tasks} unseen tasks; sampled: {after.n_samples} samples each; 95 % bootstrap intervals over tasks)"
+def _score_table(columns: Mapping[str, Scores]) -> str:
+    "Held-out scores with their intervals, as a table for a terminal."
+    last = list(columns.values())[-1]
+    lines = [f"{'held-out accuracy':<18}" + "".join(f" {name:>24}" for name in columns)]
+    for name in last.values:
+        spans = (s.values[name] for s in columns.values())
+        shown = (f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in spans)
+        lines.append(f"{name:<18}" + "".join(f" {text:>24}" for text in shown))
+    return "\n".join(
+        [
+            *lines,
+            f"({last.n_tasks} unseen tasks; sampled: {last.n_samples} samples each; 95 % bootstrap intervals over tasks)",
+        ]
     )
-    return "\n".join(lines)
 
 # %% ../nbs/07_cli.ipynb #3a0e021d
 def _plan(config: GRPOConfig, recipe: str | Path | None = None) -> str:
@@ -68,27 +72,26 @@ def train(
     "Run a recipe: train, evaluate before and after, write the record and the plots."
     config = load_config(recipe, overrides)
     trainer = GRPO.from_config(config)
-    say(trainer.policy)
-    say(_plan(config, recipe))
+    print(trainer.policy)
+    print(_plan(config, recipe))
     before = None if trainer.eval_tasks is None else trainer.evaluate()
     start = time.perf_counter()
     trainer.fit()
     seconds = time.perf_counter() - start
     row = trainer.history[-1] if trainer.history else {}
-    say(
+    print(
         f"{trainer.step_done} steps, {row.get('n_rollouts_generated', 0)} samples, {seconds:.0f} s "
         f"(sampling {row.get('gen_seconds', 0):.0f}, rewards {row.get('reward_seconds', 0):.0f}, updates "
         f"{row.get('train_seconds', 0):.0f})"
     )
     if trainer.interrupted:
         trainer.close("interrupted")
-    elif config.steps and not trainer.counters.values["optimizer_steps"]:
-        why = trainer.stop or "every group was filtered"
-        say(f"grpo-nb: nothing was trained: {why}", file=sys.stderr)
+        return trainer
+    if config.steps and not trainer.counters.values["optimizer_steps"]:
         trainer.close("stopped")
-    else:
-        _wind_up(trainer, before)
-        trainer.close()
+        raise FailedRun(f"Nothing was trained: {trainer.stop or 'every group was filtered'}")
+    _wind_up(trainer, before)
+    trainer.close()
     return trainer
 
 # %% ../nbs/07_cli.ipynb #16f00bb7
@@ -96,7 +99,7 @@ def _wind_up(trainer: GRPO, before: Scores | None) -> None:
     "Evaluate after training; leave scores, plots and the policy in the folder of the run."
     run, after = trainer.run, None if before is None else trainer.evaluate()
     if after is not None:
-        say(_comparison(before, after))
+        print(_score_table({"before": before, "after": after}))
     if run is None:
         return
     for when, scores in (("before", before), ("after", after)):
@@ -104,7 +107,7 @@ def _wind_up(trainer: GRPO, before: Scores | None) -> None:
             run.event(f"eval_{when}", step=trainer.step_done, **scores.metrics())
     run.plot().savefig(run.dir / "plots.png", dpi=100)
     trainer.policy.save_pretrained(run.dir / "policy")
-    say(f"Record, plots.png and the trained policy are in {run.dir}")
+    print(f"Record, plots.png and the trained policy are in {run.dir}")
 
 # %% ../nbs/07_cli.ipynb #5e83de4f
 def _evaluate(
@@ -116,13 +119,9 @@ def _evaluate(
     other = [] if tasks is None else [f"tasks.eval={tasks}"]
     trainer = GRPO.load(checkpoint, [*overrides, *other])
     try:
-        scores = trainer.evaluate()
+        return _score_table({f"step {trainer.step_done}": trainer.evaluate()})
     finally:
         trainer.rewards.close()
-    note = (
-        f"({scores.n_tasks} tasks, step {trainer.step_done}; 95 % bootstrap intervals over tasks)"
-    )
-    return f"{scores.frame().to_string(float_format='{:.3f}'.format)}\n{note}"
 
 # %% ../nbs/07_cli.ipynb #a14d3258
 _BLOCK = {
@@ -209,7 +208,7 @@ def _fitted_budget(spec: Spec, seconds: float, workers: int) -> Budget:
     runs = len(spec.seeds)
     fit, expected = _affordable(budget, *_step_costs(spec, workers), runs, seconds, workers)
     why = f" instead of {budget}, so that it ends in time on this machine" if fit != budget else ""
-    say(
+    print(
         f"{runs * len(spec.variants)} runs of {fit}{why}: about {expected:.0f} s of training on {workers} processes, "
         "then evaluation"
     )
@@ -254,7 +253,7 @@ def _compare(
     # mistakes are told before anything is trained, also for the budget
     spec = Spec(base=config, **{k: v for k, v in block.items() if k != "workers"})
     seeds = ", ".join(map(str, spec.seeds))
-    say(f"{title}: {', '.join(spec.variants)}; seeds {seeds}; {spec.budget} per run")
+    print(f"{title}: {', '.join(spec.variants)}; seeds {seeds}; {spec.budget} per run")
     if seconds:
         block["budget"] = _fitted_budget(spec, float(seconds), workers)
     study = compare(base=config, **block)
@@ -265,13 +264,13 @@ def _compare(
 def _show(study: Study, dir: Path, title: str, shown: Mapping[str, str]) -> Path:
     "Print the table and what was learned; write the report."
     table = study.table(**shown)
-    say(f"\n{table}\n")
+    print(f"\n{table}\n")
     if study.score_names():
-        say(study.gains().to_string(index=False))
-        say("(means over seeds with 95 % t intervals; the tasks were never trained on)")
+        print(study.gains().to_string(index=False))
+        print("(means over seeds with 95 % t intervals; the tasks were never trained on)")
     report = study.report(dir / "report.html", title, **shown)
     table.frame.to_csv(dir / "table.csv", index=False)
-    say(f"\nReport: {report} (open it in a browser); every run's record is beside it.")
+    print(f"\nReport: {report} (open it in a browser); every run's record is beside it.")
     return report
 
 # %% ../nbs/07_cli.ipynb #56371515
@@ -308,14 +307,6 @@ def _yaml_value(value) -> str:
     shown = hide_secrets(plain(value))
     text = yaml.safe_dump(shown, default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("...\n").strip()
-
-# %% ../nbs/07_cli.ipynb #f69ccd1d
-def _parse_log(path: str | Path) -> str:
-    "The summary of a log as text."
-    _, summary = parse_filter_logs(Path(path))
-    if summary["message"]:
-        raise ValueError(f"{path}: {summary['message']}")
-    return format_summary(summary)
 
 # %% ../nbs/07_cli.ipynb #f93da3aa
 class _Parser(argparse.ArgumentParser):
@@ -377,13 +368,14 @@ def _run_command(a: argparse.Namespace) -> int:
     if a.command == "config":
         _print_config(a.recipe, a.overrides)
     elif a.command == "train":
-        trainer = train(a.recipe, a.overrides)
-        nothing = trainer.config.steps and not trainer.counters.values["optimizer_steps"]
-        return 130 if trainer.interrupted else int(bool(nothing))
+        return 130 if train(a.recipe, a.overrides).interrupted else 0
     elif a.command == "eval":
         print(_evaluate(a.checkpoint, a.tasks, a.overrides))
     elif a.command == "parse-log":
-        print(_parse_log(a.log))
+        summary = parse_filter_logs(Path(a.log))[1]
+        if summary["message"]:
+            raise ValueError(f"{a.log}: {summary['message']}")
+        print(format_summary(summary))
     elif a.command is None:
         _make_parser().print_help()
     else:
@@ -405,9 +397,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # grpo-nb config | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 141
-    except (ValueError, OSError, RunLocked, FloatingPointError, FailedVariant) as e:
+    except (ValueError, OSError, RunLocked, FloatingPointError, FailedRun) as e:
         print(f"grpo-nb: {' '.join(str(e).split())}", file=sys.stderr)
-        return 1 if isinstance(e, FailedVariant) else 2
+        return 1 if isinstance(e, FailedRun) else 2
     except KeyboardInterrupt:
         print("grpo-nb: interrupted", file=sys.stderr)
         return 130

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from grpo_nb.cli import main
 from grpo_nb.files import Lock, RunLocked
 from grpo_nb.lab.budgets import Samples, Seconds, Steps, Tokens
-from grpo_nb.lab.compare import FailedVariant, compare
+from grpo_nb.lab.compare import compare
 from grpo_nb.lab.paired_statistics import improvement, verdict
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.record import Run
 from grpo_nb.lab.report import common_curve
-from grpo_nb.lab.runs import run_job
+from grpo_nb.lab.runs import FailedRun, run_job
 from grpo_nb.lab.spec import Spec, plan_runs
 from grpo_nb.lab.study import Study
 from grpo_nb.statistics import t_interval
@@ -103,7 +103,7 @@ def test_a_budget_needs_its_counter(tmp_path):
             return {"reward": 1.0}
 
     make = lambda config: Bare(config.seed)
-    with pytest.raises(FailedVariant, match="needs n_rollouts_generated in every row"):
+    with pytest.raises(FailedRun, match="needs n_rollouts_generated in every row"):
         compare({"a": {}}, make=make, seeds=[0], budget=Samples(9), dir=tmp_path)
     for wrong in (0, -1, True, "many"):
         with pytest.raises(ValueError, match="Samples must be > 0"):
@@ -403,7 +403,7 @@ def test_a_make_that_ignores_its_configuration_is_found_out(tmp_path):
         (lambda config: None, "make must return a trainer, got NoneType"),
     ):
         arms, how = {"a": {"optimizer.lr": 1e-2}}, {"seeds": 1, "budget": Steps(1), "make": make}
-        with pytest.raises(FailedVariant, match=match):
+        with pytest.raises(FailedRun, match=match):
             compare(arms, recipe, dir=tmp_path / match[-4:], **how)
 
 
@@ -647,14 +647,12 @@ def test_a_table_of_some_variants(tmp_path):
 def test_a_variant_of_which_every_run_failed_raises_and_the_others_are_kept(tmp_path, workers):
     arms = {"fine": {}, "broken": {"make.crash_at": 1}, "empty": {"make.ends_at": 1}}
     kw = {"seeds": 2, "budget": Steps(2), "dir": tmp_path, "workers": workers}
-    with pytest.raises(
-        FailedVariant, match="(?s)run of 'broken' failed; .*is <not> finite.*kept in"
-    ):
+    with pytest.raises(FailedRun, match="(?s)run of 'broken' failed; .*is <not> finite.*kept in"):
         contest(arms, store=tmp_path / "s.json", **kw)
     assert not (tmp_path / "s.json").exists()
     COUNTS["made"] = 0
     del arms["broken"]
-    with pytest.raises(FailedVariant, match="(?s)run of 'empty' failed; .*Nothing was trained"):
+    with pytest.raises(FailedRun, match="(?s)run of 'empty' failed; .*Nothing was trained"):
         contest(arms, **kw | {"workers": 1})
     assert COUNTS["made"] == 2  # those of the first arm are kept
 

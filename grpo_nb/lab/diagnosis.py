@@ -220,16 +220,11 @@ def _entropy_collapse(frame, t: Thresholds) -> _Finding:
     say = "Raise the sampling temperature or the upper clip range, or lower the learning rate."
     return _Finding(verdict, said, why, say)
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #3a24af1a
-def _correlation(x: np.ndarray, y: np.ndarray, least: int) -> float:
-    "Correlation where both are there; NaN for fewer than so many values."
-    import pandas as pd
-
-    return float(pd.Series(x).corr(pd.Series(y), min_periods=least))
-
 # %% ../../nbs/lab/02_diagnosis.ipynb #f9e7069a
 @_rule("D6 length")
 def _length(frame, t: Thresholds) -> _Finding:
+    import pandas as pd
+
     names = ("completions/clipped_ratio", "completions/mean_length")
     need(frame, *names)
     cut, length, reward = (column(frame, name) for name in (*names, "reward"))
@@ -242,7 +237,8 @@ def _length(frame, t: Thresholds) -> _Finding:
     if length is not None:
         first, now = _mean(length[np.isfinite(length)][: t.window]), _recent(length, t.window)
         said.append(f"length {first:.0f} at first, {now:.0f} now")
-        r = _correlation(length, reward, t.least_rows) if reward is not None else math.nan
+        both = pd.DataFrame({"length": length, "reward": reward}, dtype=float)
+        r = both["length"].corr(both["reward"], min_periods=t.least_rows)
         if now > (1 + t.longer) * first and not math.isnan(r):
             said[-1] += f", correlation with reward {r:.2f}"
             if r > t.length_corr and verdict == "OK":

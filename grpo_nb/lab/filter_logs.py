@@ -97,32 +97,29 @@ class _Reader:
         self.batch = batch
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #35d806be
+_ENDS = ("cap", "full", "partial", "skipped")
+
+
 def _take_in(reader: _Reader, fact: str, numbers: dict):
     "Tell the reader one fact of a line."
+    last = reader.steps[-1] if reader.steps else None
     if fact == "generated":
         reader.open_batch(numbers)
     elif fact == "more":
         reader.number(numbers["batch"])
-    elif fact in ("cap", "full", "partial", "skipped", "num_gen_batches", "filter_rate"):
-        _end_of_step(reader, fact, numbers)
-    else:
-        reader.note(numbers)
-
-# %% ../../nbs/lab/02_filter_logs.ipynb #28a30ddc
-def _end_of_step(reader: _Reader, fact: str, numbers: dict):
-    "An outcome, or a metric of the whole step, which is over by then."
-    last = reader.steps[-1] if reader.steps else None
-    if fact in ("cap", "full", "partial", "skipped"):
+    elif fact in _ENDS:
         # an error at the limit may be printed twice; what was done about it counts
         step = last if last and last["outcome"] == "cap" and fact != "full" else reader.step()
         step["outcome"] = fact
-    else:
+        reader.batch = None
+    elif fact in ("num_gen_batches", "filter_rate"):  # of the whole step, which is over by then
         step = reader.step() if last is None or fact in last else last
         step |= numbers
-        if step["outcome"] != "open":
-            return
-        step["outcome"] = "full"
-    reader.batch = None
+        if step["outcome"] == "open":
+            step["outcome"] = "full"
+            reader.batch = None
+    else:
+        reader.note(numbers)
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #85a9efbe
 def _off_by(printed: str | float, right: float, percent: bool) -> bool:

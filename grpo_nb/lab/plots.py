@@ -39,7 +39,7 @@ class _Figure(Figure):
         self.shown = True
         data = io.BytesIO()
         self.savefig(data, format="png", metadata={"Software": None})
-        return {"image/png": data.getvalue(), "text/plain": repr(self)}
+        return {"image/png": data.getvalue(), "text/plain": str(self)}
 
 # %% ../../nbs/lab/02_plots.ipynb #0fe90b7d
 def label_of(name) -> str:

@@ -343,6 +343,8 @@ def _yaml(tree) -> str:
 # %% ../../nbs/lab/05_report.ipynb #ca4aca3f
 def _pictures(study: Study, variants: Sequence[str] | None) -> list[str]:
     "Primary metric along samples and, with three points or more, along seconds; training reward."
+    from markupsafe import escape
+
     curves, out = study.curves(), []
     metric = study.spec["metric"].removeprefix(MEAN)
     for name, x in ((metric, "rollouts"), (metric, "seconds"), ("reward", "rollouts")):
@@ -352,19 +354,13 @@ def _pictures(study: Study, variants: Sequence[str] | None) -> list[str]:
         # between a start and an end lies no course in time, and every run ends at another time
         if len(points) and points.max() >= (3 if x == "seconds" else 1):
             about = f"{name} along {_AXES[x][1]}: mean and 95 % interval over seeds"
-            _, (ax,) = make_figure(row_height=3.4)
-            out.append(_image(study.plot(x, name, variants, ax), about))
+            figure, (ax,) = make_figure(row_height=3.4)
+            study.plot(x, name, variants, ax)
+            data = io.BytesIO()
+            figure.savefig(data, format="png", dpi=150, metadata={"Software": None})
+            code = base64.b64encode(data.getvalue()).decode()
+            out.append(f'<img alt="{escape(about)}" src="data:image/png;base64,{code}">')
     return out
-
-# %% ../../nbs/lab/05_report.ipynb #c64738f4
-def _image(figure, about: str) -> str:
-    "A figure as part of the page."
-    from markupsafe import escape
-
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=150, metadata={"Software": None})
-    code = base64.b64encode(data.getvalue()).decode()
-    return f'<img alt="{escape(about)}" src="data:image/png;base64,{code}">'
 
 # %% ../../nbs/lab/05_report.ipynb #26c2bda4
 def _runs_table(study: Study) -> str:
@@ -374,12 +370,6 @@ def _runs_table(study: Study) -> str:
     wanted += [c for k in study.score_names() for c in (f"start_{k}", k)]
     wanted += "n_rollouts_generated tokens_generated optimizer_steps seconds cpu_seconds".split()
     return _html(frame[[c for c in wanted if c in frame]])
-
-# %% ../../nbs/lab/05_report.ipynb #b2156039
-def _tuning_table(study: Study) -> str:
-    "Every tuning run as HTML."
-    shown = ["variant", "seed", *study.tuned, study.spec["metric"], "chosen", "edge"]
-    return _html(study.tuning()[shown])
 
 # %% ../../nbs/lab/05_report.ipynb #6bd3d6bc
 @patch
@@ -396,13 +386,14 @@ def report(
     first, kw = self.table(**kw), {k: v for k, v in kw.items() if k != "metric"}
     others = [self.table(k, **kw) for k in self.score_names() if k != first.metric]
     failed = [r for r in self.reported if r["status"] != "done"]
+    tuned = ["variant", "seed", *self.tuned, self.spec["metric"], "chosen", "edge"]
     trace = "<p>{}, seed {}</p><pre>{}</pre>"
     traces = [trace.format(*(escape(r[k]) for k in ("variant", "seed", "error"))) for r in failed]
     sections = {
         "": [first._repr_html_(), *_pictures(self, kw.get("variants"))],
         "Other scores": [f"<h3>{escape(t.metric)}</h3>{t._repr_html_()}" for t in others],
         "What was compared": [_yaml({k: v for k, v in self.spec.items() if k != "functions"})],
-        "Tuning": [_tuning_table(self)] if self.spec["tune"] else [],
+        "Tuning": [_html(self.tuning()[tuned])] if self.spec["tune"] else [],
         "Runs": [_runs_table(self)],
         "Failed runs": traces,
         "Environment": [_yaml(self.environment)],
