@@ -34,6 +34,7 @@ from .lab.frames import flat_keys
 from .lab.runs import FailedRun
 from .lab.spec import Spec, plan_runs
 from .lab.study import Study
+from .processes import say
 from .tasks import data_path
 from .trainer import GRPO
 
@@ -72,14 +73,14 @@ def train(
     "Run a recipe: train, evaluate before and after, write the record and the plots."
     config = load_config(recipe, overrides)
     trainer = GRPO.from_config(config)
-    print(trainer.policy)
-    print(_plan(config, recipe))
+    say(trainer.policy)
+    say(_plan(config, recipe))
     before = None if trainer.eval_tasks is None else trainer.evaluate()
     start = time.perf_counter()
     trainer.fit()
     seconds = time.perf_counter() - start
     row = trainer.history[-1] if trainer.history else {}
-    print(
+    say(
         f"{trainer.step_done} steps, {row.get('n_rollouts_generated', 0)} samples, {seconds:.0f} s "
         f"(sampling {row.get('gen_seconds', 0):.0f}, rewards {row.get('reward_seconds', 0):.0f}, updates "
         f"{row.get('train_seconds', 0):.0f})"
@@ -99,7 +100,7 @@ def _wind_up(trainer: GRPO, before: Scores | None) -> None:
     "Evaluate after training; leave scores, plots and the policy in the folder of the run."
     run, after = trainer.run, None if before is None else trainer.evaluate()
     if after is not None:
-        print(_score_table({"before": before, "after": after}))
+        say(_score_table({"before": before, "after": after}))
     if run is None:
         return
     for when, scores in (("before", before), ("after", after)):
@@ -107,7 +108,7 @@ def _wind_up(trainer: GRPO, before: Scores | None) -> None:
             run.event(f"eval_{when}", step=trainer.step_done, **scores.metrics())
     run.plot().savefig(run.dir / "plots.png", dpi=100)
     trainer.policy.save_pretrained(run.dir / "policy")
-    print(f"Record, plots.png and the trained policy are in {run.dir}")
+    say(f"Record, plots.png and the trained policy are in {run.dir}")
 
 # %% ../nbs/07_cli.ipynb #5e83de4f
 def _evaluate(
@@ -208,7 +209,7 @@ def _fitted_budget(spec: Spec, seconds: float, workers: int) -> Budget:
     runs = len(spec.seeds)
     fit, expected = _affordable(budget, *_step_costs(spec, workers), runs, seconds, workers)
     why = f" instead of {budget}, so that it ends in time on this machine" if fit != budget else ""
-    print(
+    say(
         f"{runs * len(spec.variants)} runs of {fit}{why}: about {expected:.0f} s of training on {workers} processes, "
         "then evaluation"
     )
@@ -253,7 +254,7 @@ def _compare(
     # mistakes are told before anything is trained, also for the budget
     spec = Spec(base=config, **{k: v for k, v in block.items() if k != "workers"})
     seeds = ", ".join(map(str, spec.seeds))
-    print(f"{title}: {', '.join(spec.variants)}; seeds {seeds}; {spec.budget} per run")
+    say(f"{title}: {', '.join(spec.variants)}; seeds {seeds}; {spec.budget} per run")
     if seconds:
         block["budget"] = _fitted_budget(spec, float(seconds), workers)
     study = compare(base=config, **block)
@@ -264,13 +265,13 @@ def _compare(
 def _show(study: Study, dir: Path, title: str, shown: Mapping[str, str]) -> Path:
     "Print the table and what was learned; write the report."
     table = study.table(**shown)
-    print(f"\n{table}\n")
+    say(f"\n{table}\n")
     if study.score_names():
-        print(study.gains().to_string(index=False))
-        print("(means over seeds with 95 % t intervals; the tasks were never trained on)")
+        say(study.gains().to_string(index=False))
+        say("(means over seeds with 95 % t intervals; the tasks were never trained on)")
     report = study.report(dir / "report.html", title, **shown)
     table.frame.to_csv(dir / "table.csv", index=False)
-    print(f"\nReport: {report} (open it in a browser); every run's record is beside it.")
+    say(f"\nReport: {report} (open it in a browser); every run's record is beside it.")
     return report
 
 # %% ../nbs/07_cli.ipynb #56371515
