@@ -6,6 +6,7 @@
 __all__ = ['FailurePolicy', 'RewardConfig', 'Failure', 'RewardRunner']
 
 # %% ../nbs/method/03_reward_runner.ipynb #68cf262b
+import contextlib
 import threading
 import warnings
 from collections import Counter
@@ -202,7 +203,7 @@ def _outcome_metrics(self: _RewardRecord) -> dict[str, float]:
     return out
 
 # %% ../nbs/method/03_reward_runner.ipynb #5a1422f1
-class RewardRunner:
+class RewardRunner(contextlib.AbstractContextManager):
     "Scores rollouts with named reward functions."
 
     def __init__(
@@ -236,6 +237,9 @@ class RewardRunner:
 
     def __repr__(self) -> str:
         return f"RewardRunner({', '.join(self.components)}; workers={self.config.workers})"
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
 # %% ../nbs/method/03_reward_runner.ipynb #1761df1b
 def _named_specs(functions: Any) -> list[RewardSpec]:
@@ -386,13 +390,3 @@ def close(self: RewardRunner) -> None:
     "Stop the workers; the next call would start new ones."
     if self.pool is not None:
         self.pool.close()
-
-
-@patch
-def __enter__(self: RewardRunner) -> RewardRunner:
-    return self
-
-
-@patch
-def __exit__(self: RewardRunner, *_) -> None:
-    self.close()

@@ -237,7 +237,8 @@ def of(
     name: str | None = None,  # default: as declared, else its __name__; "reward" for a lambda
 ) -> RewardSpec:
     "Read signature and decorator."
-    options = dict(getattr(function, "reward_options", {}))
+    marked = function if hasattr(function, "reward_options") else _inner(function)
+    options = dict(getattr(marked, "reward_options", {}))
     declared, form, needs = (options.pop(k, None) for k in ("name", "form", "needs"))
     if name is None:
         inner = _inner(function)
@@ -484,7 +485,7 @@ def passing_rewards(
     weights: Sequence[float] | None = None,  # one per component; None: all 1
 ) -> tuple[str, ...]:
     "The rewards that say whether a sample passed."
-    if passed is None:
+    if not passed:
         return (names[int(np.argmax([1.0] * len(names) if weights is None else weights))],)
     chosen = (passed,) if isinstance(passed, str) else tuple(passed)
     return tuple(one_of("reward in eval.passed", name, names) for name in chosen)

@@ -924,3 +924,27 @@ def test_rewards_follow_the_sample_through_any_order(order):
     assert torch.equal(
         runner(rollout[list(order)]).rewards_NR, runner(rollout).rewards_NR[list(order)]
     )
+
+
+def test_what_cannot_reward_is_refused_when_the_trainer_is_made():
+    from grpo_nb.all import GRPO, Taskset, TokenPolicy, data_path, load_config
+
+    policy = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=4)
+    tasks = Taskset.load([{"prompt": "<bos>1+1=", "answer": "2", "info": {"level": 1}}] * 4)
+    other = Taskset.load([{"prompt": "<bos>1+1=", "solution": "2"}])
+
+    def grpo(rewards, *overrides, eval_tasks=None):
+        config = load_config(None, ["run.progress=false", *overrides])
+        return GRPO(policy, tasks, rewards, config, eval_tasks)
+
+    one_line(lambda: grpo(exact_answer(column="answr")), "'exact_answer'", "'answr'")
+    one_line(lambda: grpo(exact_answer(column="info.levl")), "'info.levl'")
+    one_line(lambda: grpo(exact_answer(), eval_tasks=other), "needs 'answer'")
+    one_line(lambda: grpo(exact_answer(), "eval.passed=exact"), "Did you mean 'exact_answer'?")
+    assert grpo(exact_answer(column="info.level")).passed == ("exact_answer",)
+    trainer = grpo(lambda completion: None, "train_batch_size=2", "num_generations=2")
+    with pytest.warns(UserWarning, match="Reward 'reward' is None for all 4 samples"):
+        trainer.step()
+    both = {"format": lambda completion: 1.0, "right": exact_answer()}
+    assert grpo(both, "advantage.weights=[.2, 1]").passed == ("right",)
+    assert grpo(both, "eval.passed=[right, format]").passed == ("right", "format")
