@@ -23,9 +23,7 @@ from grpo_nb.losses import (
     apply_mask,
     at_level,
     cispo,
-    high_entropy_mask,
     kl_penalty,
-    off_policy_keep,
     policy_loss,
     report,
     vespo,
@@ -156,9 +154,12 @@ def test_trl(case, monkeypatch):
     config, mask, weight = trl_config(p), x["mask"], None
     if "off_policy_mask_threshold" in p:
         threshold = p["off_policy_mask_threshold"]
-        weight = off_policy_keep(x["logp"], x["old_logp"], x["advantages"], mask, threshold)
+        drift = apply_mask(x["old_logp"] - x["logp"], mask).sum(1) / mask.sum(1).clamp(min=1)
+        keep = (apply_mask(x["advantages"], mask) >= 0) | (drift <= threshold)[:, None]
+        weight = keep.double()
     if "top_entropy_quantile" in p:
-        weight = high_entropy_mask(x["entropies"], mask, p["top_entropy_quantile"]).double()
+        bound = x["entropies"][mask.bool()].double().quantile(1 - p["top_entropy_quantile"])
+        weight = (x["entropies"] >= bound).double()
     window, ga = trl_window(p, mask)
     *got, metrics = loss_and_grad(x, config, 1 / ga, weight_NS=weight, window=window)
     check_both(got, case)
@@ -609,6 +610,7 @@ def test_half_precision_is_computed_in_float32():
     b = draw_batch(4, 4, 5, nan_outside=False)
     half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in b.items()}
     full = {k: v.float() if v.is_floating_point() else v for k, v in half.items()}
+    half["old_logp"] = full["old_logp"]  # stored when sampled
     for config in (LossConfig(), LossConfig(kl_coef=0.5, kl_importance=True)):
         on = lambda x, c=config: policy_loss(
             x["logp"], x["old_logp"], x["advantages"], b["mask"], c, x["ref_logp"]
@@ -649,6 +651,10 @@ def test_shapes_are_checked():
         policy_loss(ok, ok.clone().requires_grad_(), torch.zeros(2), torch.ones(2, 3))
     with pytest.raises(ValueError, match="needs entropy_NS"):
         policy_loss(ok, ok, torch.zeros(2), torch.ones(2, 3), LossConfig(entropy_coef=0.1))
+    with pytest.raises(ValueError, match="old_logp_NS is torch.bfloat16: its rounding"):
+        policy_loss(ok, ok.bfloat16(), torch.zeros(2), torch.ones(2, 3))
+    with pytest.raises(ValueError, match="Got torch.complex64 numbers"):
+        policy_loss(ok, ok, torch.zeros(2).cfloat(), torch.ones(2, 3))
 
 
 def test_k3_pulls_back_from_both_sides_however_far():

@@ -343,6 +343,8 @@ def sample(
     states["completion_ids"] = token
     info = {"truncated": ~torch.isin(last, torch.tensor(self.stop))}
     info["entropy"] = entropy.sum(1) / mask.sum(1)
+    if greedy:
+        info["greedy"] = torch.ones_like(info["truncated"])
     info["prompt_end"] = [ends[i] for i in index_N.tolist()]  # a tag that it leaves open
     named, texts = [t for t in tasks for _ in range(num_generations)], self.decode(token, mask)
     return Rollout(index_N, named, states, mask, logp, outputs=texts, info=info)
@@ -368,7 +370,7 @@ def _generate(self: TokenPolicy, ids_PL, length_P, index_N, uniform_NS, greedy=F
     pad = self.stop[0] if pad is None and self.stop else pad or 0
     token_NS = torch.full((n, s), pad, device=device)
     mask_NS = torch.zeros((n, s), dtype=torch.bool, device=device)
-    logp_NS, entropy_NS = torch.zeros(2, n, s, device=device)
+    logp_NS, entropy_NS = torch.zeros(2, n, s, device=device, dtype=torch.float32)
     stop = torch.tensor(self.stop, device=device)
     decoder = self.network.decoder(self.fast)
     logits = decoder.prompt(ids_PL, length_P, index_N, s)
