@@ -50,9 +50,7 @@ class GroupedRewards:
 
     def std_P(self, x: Tensor, ddof: int = 1) -> Tensor:
         "Deviation of each group; 0 where it is constant or has too few values."
-        d = group_centre(x, self.groups)
-        n, square = self.groups.sum(~d.isnan()), self.groups.sum((d * d).nan_to_num(0.0))
-        return torch.where(n > ddof, (square / (n - ddof)).sqrt(), 0.0)
+        return group_stats(x, self.groups, ddof).std.nan_to_num(0.0)
 
     def normalise(self, x: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
         "(x - mean of the group) / (std of the group + eps); 0 where the group is constant."

@@ -90,12 +90,10 @@ class GroupCollector:
         self.gen_steps = 0
         self.policy_version = 0
         self.filter_rate = [0.0, 0.0]  # filtered and generated groups, earlier steps discounted
-        self.seen: list | None = None  # lowest and highest value of each metric column
         self.window: list[dict] = []  # the last steps, for warnings
         self.warnings: dict[str, str] = {}  # each once per run
         by_sum = config.rule_name == "sum" and advantage == "gdpo"
-        critic = advantage in ("gae", "vapo", "critic")
-        self._warn({"critic": critic, "sum": by_sum}, advantage=advantage)
+        self._warn({"sum": by_sum})
 
 # %% ../nbs/method/02_collector.ipynb #cf823e44
 @patch
@@ -216,9 +214,7 @@ def _decide(self: GroupCollector, rollout: Rollout) -> GroupDecision:
     config = self.config
     if config.weights is None and self.weights is not None:
         config = dataclasses.replace(config, weights=dict(self.weights))
-    seen = None if self.seen is None else torch.tensor(self.seen, dtype=torch.float64)
-    decision = decide(rollout, config, seen)
-    self.seen = decision.range_2C.tolist()
+    decision = decide(rollout, config)
     components = rollout.rewards is not None and config.metrics != rollout.reward_names
     if components and config.rule_name in ("metric", "sum"):
         trained_P = varies(weighted_components(rollout, config.weights), decision.groups)
@@ -419,8 +415,6 @@ def _likely_cause(reasons: Mapping[str, int]) -> tuple[str, str]:
 
 # %% ../nbs/method/02_collector.ipynb #fed9971b
 _WARNINGS = {
-    "critic": "filter_groups is on with the estimator {advantage!r}, whose advantage comes from a critic: groups without spread "
-    "still teach it. Consider enable=False.",
     "sum": "filter_groups.rule='sum' with GDPO drops groups whose components carry signal although their sum is constant. Use "
     "'all_components' or 'combined'.",
     "acc": "Filter metric 'acc' has {graded} of {numbers} values that are neither 0 nor 1. If it is a graded score, groups hardly "
@@ -493,7 +487,7 @@ def _warn_of_steps(self: GroupCollector, dropped: int):
         self._warn(holds, **total | {"rate": rate, "high": high, "low": low, "lost": lost})
 
 # %% ../nbs/method/02_collector.ipynb #a288468c
-_PLAIN = "status num_held gen_steps policy_version filter_rate seen window warnings".split()
+_PLAIN = "status num_held gen_steps policy_version filter_rate window warnings".split()
 _ROLLOUTS = ("held", "carried", "unrewarded")
 
 # %% ../nbs/method/02_collector.ipynb #82b6e2b7

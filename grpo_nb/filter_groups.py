@@ -75,7 +75,6 @@ class GroupDecision:
 
     groups: Groups
     values_NC: Tensor  # the numbers looked at
-    range_2C: Tensor  # lowest and highest of them, here and before
     stats: GroupStats  # (P, C) of these numbers; the deviation has ddof 0 and is exactly 0 for constant groups
     signal_P: Tensor  # bool: the rule sees something to learn from, whatever the other options say
     keep_P: Tensor  # bool
@@ -106,7 +105,6 @@ def keep_groups(
     singles: str = "keep",  # groups with one valid value: "keep" (verl), "drop" or "error"
     min_spread: float = 0.0,  # see `varies`
     band: tuple[float, float] | None = None,  # also require low < mean < high
-    seen_2C: Tensor | None = None,  # lowest and highest values of earlier batches
     signal_P: Tensor | None = None,  # (P,) a rule's answer; None = `varies`
 ) -> GroupDecision:
     "Keep the groups whose metric varies in at least one column; always whole groups."
@@ -118,11 +116,8 @@ def keep_groups(
     signal_P = (differs_P if signal_P is None else signal_P) & (valid_P > 1)
     keep_P = signal_P | _kept_singles(valid_P == 1, singles)
     outside_P = keep_P & _outside(stats, band)
-    range_2C = _value_range(torch.cat([stats.min, stats.max]), seen_2C)
-    reason_P = _reasons(stats, range_2C, differs_P, signal_P, outside_P)
-    return GroupDecision(
-        groups, values_NC, range_2C, stats, signal_P, keep_P & ~outside_P, reason_P
-    )
+    reason_P = _reasons(stats, differs_P, signal_P, outside_P)
+    return GroupDecision(groups, values_NC, stats, signal_P, keep_P & ~outside_P, reason_P)
 
 # %% ../nbs/method/01_filter_groups.ipynb #70810a92
 def _kept_singles(single_P: Tensor, singles: str) -> Tensor:
@@ -142,19 +137,14 @@ def _outside(stats: GroupStats, band: tuple[float, float] | None) -> Tensor:
     return ~((band[0] < stats.mean[:, 0]) & (stats.mean[:, 0] < band[1]))
 
 # %% ../nbs/method/01_filter_groups.ipynb #80515078
-def _value_range(values_NC: Tensor, seen_2C: Tensor | None) -> Tensor:
-    "(2, C) lowest and highest valid value of each column, in this batch and before."
-    if seen_2C is not None and seen_2C.shape[1] == values_NC.shape[1]:
-        values_NC = torch.cat([values_NC, seen_2C.to(values_NC)])
-    low = torch.where(values_NC.isnan(), torch.inf, values_NC)
-    high = torch.where(values_NC.isnan(), -torch.inf, values_NC)
-    return torch.stack([low.amin(0), high.amax(0)])
-
-# %% ../nbs/method/01_filter_groups.ipynb #7add183d
-def _reasons(stats: GroupStats, range_2C: Tensor, differs_P, signal_P, outside_P) -> Tensor:
+def _reasons(stats: GroupStats, differs_P, signal_P, outside_P) -> Tensor:
     "Index into the reasons of each group."
-    unit = (range_2C[0] >= 0) & (range_2C[1] <= 1)
-    low, high = torch.where(unit, 0.0, range_2C[0]), torch.where(unit, 1.0, range_2C[1])
+    low_C, high_C = (
+        stats.min.nan_to_num(torch.inf).amin(0),
+        stats.max.nan_to_num(-torch.inf).amax(0),
+    )
+    unit_C = (low_C >= 0) & (high_C <= 1)
+    low, high = torch.where(unit_C, 0.0, low_C), torch.where(unit_C, 1.0, high_C)
     valid_P, none_PC = stats.count.amax(1), stats.count == 0
     where = {
         "all_low": ((stats.max <= low) & (high > low) | none_PC).all(1),
@@ -373,7 +363,6 @@ def weighted_components(
 def decide(
     rollout: Rollout,  # rewarded samples
     config: FilterGroupsConfig,  # rule and options
-    seen_2C: Tensor | None = None,  # lowest and highest values of earlier batches
 ) -> GroupDecision:
     "Filter the groups of a rollout as configured."
     groups, rule = Groups.of(rollout.group_N), config.rule or config.rule_name
@@ -384,7 +373,7 @@ def decide(
         look = total_reward if rule == "sum" else weighted_components
         values = look(rollout, config.weights)
     options = (config.singles, config.min_spread, config.band)
-    return keep_groups(values, groups, *options, seen_2C, signal_P)
+    return keep_groups(values, groups, *options, signal_P)
 
 # %% ../nbs/method/01_filter_groups.ipynb #73563c7c
 def warn_of_shaping(
