@@ -1,0 +1,176 @@
+"""Settings of TRL, verl and Trinity-RFT runs as people published them, read as the expected readings say"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from grpo_nb.integrations.settings import config_from_trinity, config_from_trl, config_from_verl
+
+FOLDER = Path(__file__).parent / "recorded" / "configs"
+CASES = {
+    f"{p.parent.name}/{p.stem}": json.loads(p.read_text()) for p in sorted(FOLDER.glob("*/*.json"))
+}
+READERS = {"trl": config_from_trl, "verl": config_from_verl, "trinity": config_from_trinity}
+
+
+def read(name):
+    case = CASES[name]
+    library = name.split("/")[0]
+    options = {"processes": case["expected"]["processes"]} if library == "trl" else {}
+    return READERS[library](case.get("settings") or case["overrides"], **options)
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return CASES[request.param]["expected"], read(request.param), CASES[request.param]
+
+
+def test_thirteen_settings_are_here():
+    assert len(CASES) == 13
+
+
+def test_the_batch_comes_out_right(case):
+    want, got, _ = case
+    c = got.config
+    samples = c.train_batch_size * c.num_generations
+    per_update = c.update.minibatch_size or samples
+    assert (c.train_batch_size, c.num_generations) == (
+        want["prompts_per_rollout"],
+        want["samples_per_prompt"],
+    )
+    assert (samples, per_update, c.update.num_epochs) == (
+        want["samples_per_rollout"], want["samples_per_optimizer_step"], want["passes_over_rollout"]
+    )  # fmt: skip
+    assert (
+        math.ceil(samples / per_update) * c.update.num_epochs == want["optimizer_steps_per_rollout"]
+    )
+    many = lambda n, word: f"{n:,} {word}{'s' * (n != 1)}"
+    assert got.batch == (
+        f"{many(want['prompts_per_rollout'], 'prompt')} x {many(want['samples_per_prompt'], 'sample')}, "
+        f"{many(want['optimizer_steps_per_rollout'], 'update')}"
+    )
+
+
+def test_the_length_comes_out_right(case):
+    want, got, _ = case
+    total = want["total"]
+    assert got.config.tasks.epochs == total["epochs"]
+    if total.get("rollouts"):
+        assert got.config.steps == total["rollouts"]
+
+
+def test_optimizer_sampling_advantage_and_seed_come_out_right(case):
+    want, got, _ = case
+    c, o, s, a = got.config, want["optimizer"], want["sampling"], want["advantage"]
+    assert (c.optimizer.lr, c.optimizer.schedule, c.optimizer.weight_decay) == (
+        o["learning_rate"],
+        o["schedule"],
+        o["weight_decay"],
+    )
+    assert c.update.max_grad_norm == o["max_grad_norm"]
+    if not isinstance(o["warmup"], str):  # else a share of a run of unknown length
+        assert c.optimizer.warmup == o["warmup"]
+    if "betas" in o:
+        assert list(c.optimizer.betas) == o["betas"]
+    p = c.policy
+    assert (p.temperature, p.top_p, p.top_k, p.max_new_tokens) == (
+        s["temperature"],
+        s["top_p"],
+        s["top_k"],
+        s["max_new_tokens"],
+    )
+    assert (c.advantage.mode, c.advantage.eps, c.advantage.ddof) == (a["mode"], a["eps"], a["ddof"])
+    assert c.advantage.weights == a.get("reward_weights")
+    assert p.lora == want["lora"]
+    assert "seed" not in want or c.seed == want["seed"]
+
+
+def test_the_loss_comes_out_right(case):
+    want, got, _ = case
+    w, c = want["loss"], got.config.update.loss
+    assert (c.policy_loss, c.aggregation, c.entropy_coef) == (
+        w["policy_loss"],
+        w["aggregation"],
+        w["entropy_coef"],
+    )
+    assert (c.clip.low, c.clip.upper, c.clip.dual) == (
+        w["clip_low"],
+        w["clip_high"],
+        w["dual_clip"],
+    )
+    assert (c.kl_coef, c.kl_importance) == (w["kl_coef"], w["kl_importance"])
+    assert w["kl_kind"] in (None, c.kl_kind)
+    assert c.ratio_max == w.get("ratio_max") and c.max_length == w.get("max_length")
+    assert c.level == w.get("ratio_level", "token")
+
+
+def test_filter_selectors_and_operators_come_out_right(case):
+    want, got, _ = case
+    f, c = want["filter_groups"], got.config
+    if "nearest" not in f:
+        for key, value in f.items():
+            assert getattr(c.filter_groups, key) == value
+    for entry, expected in zip(c.tasks.tasksets or (), want.get("selectors", ())):
+        assert entry["name"] == expected["taskset"]
+        selector = {k: v for k, v in expected.items() if k != "taskset"}
+        assert {k: v for k, v in entry["selector"].items() if k in selector} == selector
+    names = [o["name"] for o in c.tasks.operators or ()]
+    assert names == want.get("operators", [])
+
+
+def test_every_key_is_taken_or_told(case):
+    want, got, whole = case
+    given = whole.get("settings") or {o.lstrip("+").split("=")[0]: 0 for o in whole["overrides"]}
+    assert set(got.taken) | set(got.left) >= {k for k in given if not isinstance(given[k], dict)}
+    assert not set(got.taken) & set(got.left)
+    assert set(want["taken"]) <= set(got.taken)
+    assert set(whole["not_taken"]) - {
+        k for k in whole["not_taken"] if isinstance(given.get(k), dict)
+    } <= set(got.left)
+    unknown = [k for k, why in got.left.items() if why.startswith("not a key")]
+    assert set(unknown) <= set(want["unknown_keys"])
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "says"),
+    [
+        (n, int(p), says)
+        for n, c in CASES.items()
+        for p, says in c["expected"].get("other_process_counts", {}).items()
+    ],
+)
+def test_trl_with_other_numbers_of_processes(name, processes, says):
+    settings = CASES[name]["settings"]
+    if says.startswith("refused"):
+        with pytest.raises(ValueError, match="TRL refuses this"):
+            config_from_trl(settings, processes)
+        return
+    prompts, updates = says.split(" prompt")[0], says.split(", ")[1].split(" ")[0]
+    batch = config_from_trl(settings, processes).batch
+    assert batch.startswith(f"{prompts} prompt") and f", {updates} update" in batch
+
+
+def test_epochs_and_shares_become_steps_when_the_number_of_tasks_is_known():
+    settings = CASES["trl/01_open_r1_math_demo"]["settings"]
+    got = config_from_trl(settings, 8, num_tasks=3200)
+    assert (got.config.steps, got.config.optimizer.warmup) == (100, 10)
+    assert "warmup_ratio" in got.taken
+
+
+def test_a_shell_script_and_a_yaml_file_are_read_alike(tmp_path):
+    overrides = CASES["verl/02_dapo_two_nodes"]["overrides"]
+    script = tmp_path / "run.sh"
+    lines = " \\\n    ".join(f"'{o}'" for o in overrides)
+    script.write_text(
+        f"set -x\nn=16\npython3 -m verl.trainer.main_ppo \\\n    {lines} $@\n".replace(
+            "=16'", "='$n"
+        ).replace(" $@", "")
+    )
+    assert config_from_verl(script).config == config_from_verl(overrides).config
+    (tmp_path / "run.yaml").write_text(
+        "data: {train_batch_size: 64}\nactor_rollout_ref: {actor: {ppo_mini_batch_size: 64, optim: {lr: 1e-5}}, rollout: {n: 4}}\n"
+    )
+    got = config_from_verl(tmp_path / "run.yaml", ["data.train_batch_size=128"])
+    assert got.batch == "128 prompts x 4 samples, 2 updates" and got.config.optimizer.lr == 1e-5
