@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_nb.integrations.settings import config_from_trinity, config_from_trl, config_from_verl
+from grpo_nb.integrations.from_trinity import config_from_trinity
+from grpo_nb.integrations.from_trl import config_from_trl
+from grpo_nb.integrations.from_verl import config_from_verl
 
 FOLDER = Path(__file__).parent / "recorded" / "configs"
 CASES = {

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['read_samples', 'WhatIf', 'what_if']
 
-# %% ../../nbs/lab/03_what_if.ipynb #b8726dae
+# %% ../../nbs/lab/03_what_if.ipynb #f1c30209
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from ..filter_groups import expected_gen_batches, varies
 from .plots import COLORS, make_figure
 from .record import Run, is_run
 
-# %% ../../nbs/lab/03_what_if.ipynb #b54a02b8
+# %% ../../nbs/lab/03_what_if.ipynb #1142788d
 _NOT_REWARDS = ("step", "group", "prompt", "completion", "advantage")
 
 
@@ -58,7 +58,7 @@ def read_samples(
     frame.attrs["components"] = found
     return frame.reset_index(drop=True)
 
-# %% ../../nbs/lab/03_what_if.ipynb #99b4cf74
+# %% ../../nbs/lab/03_what_if.ipynb #3b547119
 def _read_files(source: Any):
     "The rows of a run, of parquet files or of JSONL files, in the order of their steps."
     import pandas as pd
@@ -93,7 +93,7 @@ def _numeric(values) -> bool:
     known = values.dropna()  # a reward that was None for every sample is a column of objects
     return all(isinstance(v, (bool, int, float, np.number)) for v in known[:100])
 
-# %% ../../nbs/lab/03_what_if.ipynb #c5bc5a50
+# %% ../../nbs/lab/03_what_if.ipynb #7ce0aaf4
 def _find_groups(frame, group_size: int | None) -> np.ndarray:  # one number per sample
     "Groups from neighbours with equal prompts."
     key = frame["step"].astype(str) + "/" + frame["prompt"].map(_text)
@@ -120,7 +120,7 @@ def _without_repeats(frame):
     fresh = [s for i, s in enumerate(steps) if i == 0 or tables[s] != tables[steps[i - 1]]]
     return frame[frame["step"].isin(fresh)].reset_index(drop=True)
 
-# %% ../../nbs/lab/03_what_if.ipynb #4dcd06b2
+# %% ../../nbs/lab/03_what_if.ipynb #2aa2f8e1
 @dataclass
 class WhatIf:
     "Advantages of stored samples under several estimators, and what a filter would have done."
@@ -182,7 +182,7 @@ def _advantages(part, names: list[str], config: AdvantageConfig) -> np.ndarray:
     x, groups = torch.tensor(part[names].to_numpy()), torch.tensor(part["group"].to_numpy())
     return compute_advantages(x, groups, names, config).values.double().numpy()
 
-# %% ../../nbs/lab/03_what_if.ipynb #c3631e2c
+# %% ../../nbs/lab/03_what_if.ipynb #f7af6b56
 @patch
 def table(self: WhatIf):  # DataFrame, a row per estimator
     "Shares of samples, counts of values and deciding components under each estimator."
@@ -205,7 +205,8 @@ def table(self: WhatIf):  # DataFrame, a row per estimator
 def _deciding(self: WhatIf, estimator: str) -> dict[str, float]:
     "Share of the advantage's variance that goes with each component."
     frame, names = self.samples, self.components
-    x = (frame[names] - frame.groupby("group")[names].transform("mean")).fillna(0).to_numpy()
+    x = frame[names].fillna(0)
+    x = (x - x.groupby(frame["group"]).transform("mean")).to_numpy()
     a = frame[estimator].fillna(0).to_numpy()
     beta = np.linalg.lstsq(x, a, rcond=None)[0]
     var = (a * a).sum()
@@ -213,7 +214,7 @@ def _deciding(self: WhatIf, estimator: str) -> dict[str, float]:
         zip(names, beta * (x * a[:, None]).sum(0) / var if var else np.full(len(names), np.nan))
     )
 
-# %% ../../nbs/lab/03_what_if.ipynb #c8d0878e
+# %% ../../nbs/lab/03_what_if.ipynb #456742b8
 @patch
 def groups(self: WhatIf):  # DataFrame, a row per group: step, size, mean, state
     "Groups as a filter sees them: varied, all right (constant at the best value seen), all wrong (constant below)."
@@ -243,7 +244,7 @@ def filtering(self: WhatIf):  # DataFrame, a row per step
     }
     return share.assign(**batches)
 
-# %% ../../nbs/lab/03_what_if.ipynb #a3b222c0
+# %% ../../nbs/lab/03_what_if.ipynb #78a6191e
 @patch
 def plot(self: WhatIf, pair: Sequence[str] | None = None):  # figure
     "Advantages of two estimators against each other, and the states of the groups over the steps."
