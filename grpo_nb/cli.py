@@ -35,6 +35,7 @@ from .lab.frames import flat_keys
 from .lab.spec import Spec, plan_runs
 from .lab.study import Study
 from .lab.what_if import what_if
+from .processes import say
 from .tasks import data_path
 from .trainer import GRPO
 
@@ -73,17 +74,17 @@ def train(
         config = load_config(recipe, overrides)
     else:
         reading = read_settings(library, recipe, overrides, processes)
-        print(reading)
+        say(reading)
         config = reading.config
     trainer = GRPO.from_config(config)
-    print(trainer.policy)
-    print(_plan(config, recipe))
+    say(trainer.policy)
+    say(_plan(config, recipe))
     before = None if trainer.eval_tasks is None else trainer.evaluate()
     start = time.perf_counter()
     trainer.fit()
     seconds = time.perf_counter() - start
     row = trainer.history[-1] if trainer.history else {}
-    print(
+    say(
         f"{trainer.step_done} steps, {row.get('n_rollouts_generated', 0)} samples, {seconds:.0f} s "
         f"(sampling {row.get('gen_seconds', 0):.0f}, rewards {row.get('reward_seconds', 0):.0f}, updates "
         f"{row.get('train_seconds', 0):.0f})"
@@ -92,7 +93,7 @@ def train(
         trainer.close("interrupted")
     elif config.steps and not trainer.counters.values["optimizer_steps"]:
         why = trainer.stop or "every group was filtered"
-        print(f"grpo-nb: nothing was trained: {why}", file=sys.stderr)
+        say(f"grpo-nb: nothing was trained: {why}", file=sys.stderr)
         trainer.close("stopped")
     else:
         _wind_up(trainer, before)
@@ -104,7 +105,7 @@ def _wind_up(trainer: GRPO, before: Scores | None) -> None:
     "Evaluate after training; leave scores, plots and the policy in the folder of the run."
     run, after = trainer.run, None if before is None else trainer.evaluate()
     if after is not None:
-        print(_comparison(before, after))
+        say(_comparison(before, after))
     if run is None:
         return
     for when, scores in (("before", before), ("after", after)):
@@ -112,7 +113,7 @@ def _wind_up(trainer: GRPO, before: Scores | None) -> None:
             run.event(f"eval_{when}", step=trainer.step_done, **scores.metrics())
     run.plot().savefig(run.dir / "plots.png", dpi=100)
     trainer.policy.save_pretrained(run.dir / "policy")
-    print(f"Record, plots.png and the trained policy are in {run.dir}")
+    say(f"Record, plots.png and the trained policy are in {run.dir}")
 
 # %% ../nbs/07_cli.ipynb #5e83de4f
 def _evaluate(
@@ -217,7 +218,7 @@ def _fitted_budget(spec: Spec, seconds: float, workers: int) -> Budget:
     runs = len(spec.seeds)
     fit, expected = _affordable(budget, *_step_costs(spec, workers), runs, seconds, workers)
     why = f" instead of {budget}, so that it ends in time on this machine" if fit != budget else ""
-    print(
+    say(
         f"{runs * len(spec.variants)} runs of {fit}{why}: about {expected:.0f} s of training on {workers} processes, "
         "then evaluation"
     )
@@ -262,7 +263,7 @@ def _compare(
     # mistakes are told before anything is trained, also for the budget
     spec = Spec(base=config, **{k: v for k, v in block.items() if k != "workers"})
     seeds = ", ".join(map(str, spec.seeds))
-    print(f"{title}: {', '.join(spec.variants)}; seeds {seeds}; {spec.budget} per run")
+    say(f"{title}: {', '.join(spec.variants)}; seeds {seeds}; {spec.budget} per run")
     if seconds:
         block["budget"] = _fitted_budget(spec, float(seconds), workers)
     study = compare(base=config, **block)
@@ -273,13 +274,13 @@ def _compare(
 def _show(study: Study, dir: Path, title: str, shown: Mapping[str, str]) -> Path:
     "Print the table and what was learned; write the report."
     table = study.table(**shown)
-    print(f"\n{table}\n")
+    say(f"\n{table}\n")
     if study.score_names():
-        print(study.gains().to_string(index=False))
-        print("(means over seeds with 95 % t intervals; the tasks were never trained on)")
+        say(study.gains().to_string(index=False))
+        say("(means over seeds with 95 % t intervals; the tasks were never trained on)")
     report = study.report(dir / "report.html", title, **shown)
     table.frame.to_csv(dir / "table.csv", index=False)
-    print(f"\nReport: {report} (open it in a browser); every run's record is beside it.")
+    say(f"\nReport: {report} (open it in a browser); every run's record is beside it.")
     return report
 
 # %% ../nbs/07_cli.ipynb #56371515
@@ -325,7 +326,7 @@ def _parse_log(path: str | Path) -> str:
         raise ValueError(f"{path}: {summary['message']}")
     return format_summary(summary)
 
-# %% ../nbs/07_cli.ipynb #2db72b17
+# %% ../nbs/07_cli.ipynb #41a209b7
 def _what_if(
     run: str | Path,  # a run of ours, TRL's completions, or verl's rollout dump
     advantage: str = "grpo,gdpo",  # estimators
@@ -336,10 +337,12 @@ def _what_if(
     found = what_if(run, advantage.split(","), filter_groups)
     if plot is not None:
         found.plot().savefig(plot, dpi=100)
-    show = lambda frame: frame.to_string(float_format="{:.3f}".format)
-    return (
-        f"{show(found.table())}\n\n{show(found.filtering())}\n\nThese are the samples this run drew: with another "
-        "estimator or filter the policy would have gone elsewhere."
+    tables = (t.to_string(float_format="{:.3f}".format) for t in (found.table(), found.filtering()))
+    return "\n\n".join(
+        [
+            *tables,
+            "These are the samples this run drew: with another estimator or filter the policy would have gone elsewhere.",
+        ]
     )
 
 # %% ../nbs/07_cli.ipynb #f93da3aa
