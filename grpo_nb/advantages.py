@@ -64,16 +64,15 @@ class GroupedRewards:
         return weighted_sum(self.rewards_NRK, self.weights_R, self.groups)
 
     @property
-    def stats(self) -> GroupStats:  # (P, R', K)
-        "Of the rewards that have a weight."
-        return group_stats(self.rewards_NRK[:, [w != 0 for w in self.weights_R]], self.groups)
+    def still_PK(self) -> Tensor:
+        "Groups in which neither a reward of some weight nor the weighted sum varies."
+        x_NRK = self.rewards_NRK[:, [w != 0 for w in self.weights_R]]
+        x_NRK = torch.cat([x_NRK, self.total_NK[:, None]], 1)
+        return ~(group_stats(x_NRK, self.groups).spread > 0).any(1)
 
-    def result(self, values_NK: Tensor, by_token: bool = False) -> Tensor:
-        "The values in the caller's shape and dtype: exactly 0 where nothing applies and where a group is constant."
-        s = self.stats
-        varies_PRK = (s.spread > 0) | (s.count == 1) & self.raw_singles | by_token
-        ok_NK = self.ok_NK & self.groups.expand(varies_PRK.any(1))
-        values_NK = torch.where(ok_NK, values_NK, 0.0).to(self.dtype)
+    def result(self, values_NK: Tensor) -> Tensor:
+        "The values in the caller's shape and dtype; 0 where nothing applies."
+        values_NK = torch.where(self.ok_NK, values_NK, 0.0).to(self.dtype)
         return values_NK[:, 0] if self.flat else values_NK
 
 
@@ -94,12 +93,15 @@ def batch_stats(self: GroupedRewards, x_NK: Tensor, ddof: int = 1) -> GroupStats
 
 @patch
 def whiten(self: GroupedRewards, x_NK: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
-    "(x - mean of the batch) / (std of the batch + eps), over responses."
+    "(x - mean of the batch) / (std of the batch + eps), over responses; exactly 0 where a group is constant."
     s = self.batch_stats(x_NK, ddof)
     mean = torch.where(s.mean.abs() <= 1e-12 * s.max.maximum(-s.min), 0.0, s.mean)
     # sums of normalised rewards are of the size of the weights: anything far below is rounding
     noise = 1e-12 * sum(map(abs, self.weights_R)) + 1e-13 * mean.abs()
-    return (x_NK - mean) * _inverse(torch.where(s.std > noise, s.std, 0.0), eps)
+    z_NK = (x_NK - mean) * _inverse(torch.where(s.std > noise, s.std, 0.0), eps)
+    own = group_stats(torch.where(self.ok_NK, x_NK, torch.nan), self.groups)
+    varies_PK = (own.spread > 0) | (own.count == 1) & self.raw_singles
+    return torch.where(self.groups.expand(varies_PK), z_NK, 0.0)
 
 
 def _batch_sum(r: GroupedRewards, x: Tensor) -> Tensor:
@@ -291,7 +293,7 @@ def gdpo_verl(
     "GDPO as verl computes it: whitened over tokens, also with one reward."
     r = grouped_rewards(rewards, group_N, weights, **batch)
     z_NRK = r.normalise(r.rewards_NRK, eps) if norm_adv_by_std else r.centre(r.rewards_NRK)
-    return r.result(_whiten_tokens(r, weighted_sum(z_NRK, r.weights_R), lengths_N), by_token=True)
+    return r.result(_whiten_tokens(r, weighted_sum(z_NRK, r.weights_R), lengths_N))
 
 
 def _whiten_tokens(r: GroupedRewards, x_NK: Tensor, lengths_N: Tensor | Sequence) -> Tensor:
@@ -426,7 +428,7 @@ def reinforce_pp_baseline(
     r = grouped_rewards(rewards, group_N, weights, **batch)
     d_NK = r.centre(r.total_NK)
     if one_of("level", level, ("response", "token")) == "token":
-        return r.result(_whiten_tokens(r, d_NK, lengths_N), by_token=True)
+        return r.result(_whiten_tokens(r, d_NK, lengths_N))
     return r.result(r.whiten(d_NK, eps_batch, ddof))
 
 # %% ../nbs/method/01_advantages.ipynb #80414176
@@ -527,10 +529,9 @@ def _advantage_metrics(r: GroupedRewards, values_NK: Tensor, names: Sequence[str
 
 def _still_groups(r: GroupedRewards, a_NK: Tensor) -> dict:
     "Shares of groups (of each rank) in which no reward of some weight varies, and with advantages of 0."
-    still_PK = ~(r.stats.spread > 0).any(1)
     dead_PK = group_stats(a_NK.abs(), r.groups).max == 0
-    has_PK = (r.stats.count > 0).any(1)
-    tables = {"frac_reward_zero_std": still_PK & has_PK, "adv/dead_groups": dead_PK}
+    has_PK = group_stats(r.total_NK, r.groups).count > 0
+    tables = {"frac_reward_zero_std": r.still_PK & has_PK, "adv/dead_groups": dead_PK}
     groups = _count_groups(r, has_PK)
     return {name: _count_groups(r, table_PK) / groups for name, table_PK in tables.items()}
 

@@ -27,11 +27,12 @@ from .evaluate import Scores
 from .files import hide_secrets, plain, write_atomic
 from .integrations.coming_from import read_settings
 from .lab.budgets import Budget, Samples, Seconds, Steps, to_budget
-from .lab.compare import FailedVariant, Workers, carry_out, compare
+from .lab.compare import Workers, carry_out, compare
 from .lab.filter_logs import format_summary, parse_filter_logs
 from .lab.recipe import GRPOConfig, load_config, read_tree
 from .files import RunLocked
 from .lab.frames import flat_keys
+from .lab.runs import FailedRun
 from .lab.spec import Spec, plan_runs
 from .lab.study import Study
 from .lab.what_if import what_if
@@ -40,16 +41,20 @@ from .tasks import data_path
 from .trainer import GRPO
 
 # %% ../nbs/07_cli.ipynb #fa22ce80
-def _comparison(before: Scores, after: Scores) -> str:
-    "Held-out scores before and after training, as a table for a terminal."
-    lines = [f"{'held-out accuracy':<18} {'before':>24} {'after':>24}"]
-    show = lambda v: f"{v[0]:.3f} [{v[1]:.3f}, {v[2]:.3f}]"
-    for name in before.values:
-        lines.append(f"{name:<18} {show(before.values[name]):>24} {show(after.values[name]):>24}")
-    lines.append(
-        f"({after.n_tasks} unseen tasks; sampled: {after.n_samples} samples each; 95 % bootstrap intervals over tasks)"
+def _score_table(columns: Mapping[str, Scores]) -> str:
+    "Held-out scores with their intervals, as a table for a terminal."
+    last = list(columns.values())[-1]
+    lines = [f"{'held-out accuracy':<18}" + "".join(f" {name:>24}" for name in columns)]
+    for name in last.values:
+        spans = (s.values[name] for s in columns.values())
+        shown = (f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in spans)
+        lines.append(f"{name:<18}" + "".join(f" {text:>24}" for text in shown))
+    return "\n".join(
+        [
+            *lines,
+            f"({last.n_tasks} unseen tasks; sampled: {last.n_samples} samples each; 95 % bootstrap intervals over tasks)",
+        ]
     )
-    return "\n".join(lines)
 
 # %% ../nbs/07_cli.ipynb #3a0e021d
 def _plan(config: GRPOConfig, recipe: str | Path | None = None) -> str:
@@ -70,12 +75,7 @@ def train(
     processes: int = 1,  # of that run, for trl
 ) -> GRPO:
     "Run a recipe: train, evaluate before and after, write the record and the plots."
-    if library is None:
-        config = load_config(recipe, overrides)
-    else:
-        reading = read_settings(library, recipe, overrides, processes)
-        say(reading)
-        config = reading.config
+    config = load_config(recipe, overrides)
     trainer = GRPO.from_config(config)
     say(trainer.policy)
     say(_plan(config, recipe))
@@ -91,13 +91,12 @@ def train(
     )
     if trainer.interrupted:
         trainer.close("interrupted")
-    elif config.steps and not trainer.counters.values["optimizer_steps"]:
-        why = trainer.stop or "every group was filtered"
-        say(f"grpo-nb: nothing was trained: {why}", file=sys.stderr)
+        return trainer
+    if config.steps and not trainer.counters.values["optimizer_steps"]:
         trainer.close("stopped")
-    else:
-        _wind_up(trainer, before)
-        trainer.close()
+        raise FailedRun(f"Nothing was trained: {trainer.stop or 'every group was filtered'}")
+    _wind_up(trainer, before)
+    trainer.close()
     return trainer
 
 # %% ../nbs/07_cli.ipynb #16f00bb7
@@ -105,7 +104,7 @@ def _wind_up(trainer: GRPO, before: Scores | None) -> None:
     "Evaluate after training; leave scores, plots and the policy in the folder of the run."
     run, after = trainer.run, None if before is None else trainer.evaluate()
     if after is not None:
-        say(_comparison(before, after))
+        say(_score_table({"before": before, "after": after}))
     if run is None:
         return
     for when, scores in (("before", before), ("after", after)):
@@ -125,13 +124,9 @@ def _evaluate(
     other = [] if tasks is None else [f"tasks.eval={tasks}"]
     trainer = GRPO.load(checkpoint, [*overrides, *other])
     try:
-        scores = trainer.evaluate()
+        return _score_table({f"step {trainer.step_done}": trainer.evaluate()})
     finally:
         trainer.rewards.close()
-    note = (
-        f"({scores.n_tasks} tasks, step {trainer.step_done}; 95 % bootstrap intervals over tasks)"
-    )
-    return f"{scores.frame().to_string(float_format='{:.3f}'.format)}\n{note}"
 
 # %% ../nbs/07_cli.ipynb #a14d3258
 _BLOCK = {
@@ -318,15 +313,7 @@ def _yaml_value(value) -> str:
     text = yaml.safe_dump(shown, default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("...\n").strip()
 
-# %% ../nbs/07_cli.ipynb #f69ccd1d
-def _parse_log(path: str | Path) -> str:
-    "The summary of a log as text."
-    _, summary = parse_filter_logs(Path(path))
-    if summary["message"]:
-        raise ValueError(f"{path}: {summary['message']}")
-    return format_summary(summary)
-
-# %% ../nbs/07_cli.ipynb #41a209b7
+# %% ../nbs/07_cli.ipynb #3c1376a7
 def _what_if(
     run: str | Path,  # a run of ours, TRL's completions, or verl's rollout dump
     advantage: str = "grpo,gdpo",  # estimators
@@ -418,15 +405,16 @@ def _run_command(a: argparse.Namespace) -> int:
     if a.command == "config":
         _print_config(a.recipe, a.overrides)
     elif a.command == "train":
-        trainer = train(a.recipe, a.overrides, a.library, a.processes)
-        nothing = trainer.config.steps and not trainer.counters.values["optimizer_steps"]
-        return 130 if trainer.interrupted else int(bool(nothing))
+        return 130 if train(a.recipe, a.overrides).interrupted else 0
     elif a.command == "eval":
         print(_evaluate(a.checkpoint, a.tasks, a.overrides))
     elif a.command == "what-if":
         print(_what_if(a.run, a.advantage, a.filter, a.plot))
     elif a.command == "parse-log":
-        print(_parse_log(a.log))
+        summary = parse_filter_logs(Path(a.log))[1]
+        if summary["message"]:
+            raise ValueError(f"{a.log}: {summary['message']}")
+        print(format_summary(summary))
     elif a.command is None:
         _make_parser().print_help()
     else:
@@ -448,9 +436,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # grpo-nb config | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 141
-    except (ValueError, OSError, RunLocked, FloatingPointError, FailedVariant) as e:
+    except (ValueError, OSError, RunLocked, FloatingPointError, FailedRun) as e:
         print(f"grpo-nb: {' '.join(str(e).split())}", file=sys.stderr)
-        return 1 if isinstance(e, FailedVariant) else 2
+        return 1 if isinstance(e, FailedRun) else 2
     except KeyboardInterrupt:
         print("grpo-nb: interrupted", file=sys.stderr)
         return 130
