@@ -75,7 +75,12 @@ def train(
     processes: int = 1,  # of that run, for trl
 ) -> GRPO:
     "Run a recipe: train, evaluate before and after, write the record and the plots."
-    config = load_config(recipe, overrides)
+    if library is None:
+        config = load_config(recipe, overrides)
+    else:
+        reading = read_settings(library, recipe, overrides, processes)
+        say(reading)
+        config = reading.config
     trainer = GRPO.from_config(config)
     say(trainer.policy)
     say(_plan(config, recipe))
@@ -405,7 +410,7 @@ def _run_command(a: argparse.Namespace) -> int:
     if a.command == "config":
         _print_config(a.recipe, a.overrides)
     elif a.command == "train":
-        return 130 if train(a.recipe, a.overrides).interrupted else 0
+        return 130 if train(a.recipe, a.overrides, a.library, a.processes).interrupted else 0
     elif a.command == "eval":
         print(_evaluate(a.checkpoint, a.tasks, a.overrides))
     elif a.command == "what-if":
