@@ -315,17 +315,10 @@ class ListParser:
 
     def __call__(
         self,
-        answer: "str | Sequence | ParsedList",  # text, token pieces, a chat turn, or a list parsed already
+        answer: str | Sequence,  # text, token pieces, or a chat turn
         seen: Iterable = (),  # films the user knows
     ) -> ParsedList:
         "The parsed list of one answer."
-        if isinstance(answer, ParsedList):
-            if answer.num_ranks != self.num_ranks:
-                raise ValueError(
-                    f"This list was parsed for {answer.num_ranks} ranks, the rewards use {self.num_ranks}. "
-                    "Parse it with the parser that the rewards share."
-                )
-            return answer
         text = _readable(answer)
         key = (text, tuple(map(film_key, as_list(seen))))
         if key not in self.known:
@@ -356,11 +349,6 @@ class ParsedLists:
     lists: list[ParsedList]  # (N)
     item_NS: Tensor  # (N, S) int64 rank index of each token, -1 = none
     status_NK: Tensor  # (N, K) int64 index into STATUSES, -1 = the list has no such rank
-
-    @property
-    def exists_NK(self) -> Tensor:
-        "(N, K) bool: ranks that hold an item."
-        return self.status_NK >= 0
 
 # %% ../nbs/method/01_list_parsing.ipynb #0314f4b6
 def stack_lists(

@@ -105,9 +105,9 @@ def _rank_reward(
 
 
 def _parse_answers(parser: ListParser, completions: Sequence, columns: dict) -> list[ParsedList]:
-    "The parsed list of each completion; one that was parsed with its tokens is used as it is."
+    "The parsed list of each completion."
     seen = task_column(columns, "seen", len(completions), required=False)
-    return [parser(a, s) for a, s in zip(columns.get("parsed") or completions, seen, strict=True)]
+    return list(map(parser, completions, seen))
 
 # %% ../nbs/method/02_ranking.ipynb #d7cdae2c
 def make_relevance_reward(

@@ -268,11 +268,10 @@ def _memory_limit(extra: int) -> Iterator[None]:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = soft
     with suppress(OSError), open("/proc/self/statm") as f:
         limit = int(f.read().split()[0]) * resource.getpagesize() + extra
-    known = [x for x in (limit, soft, hard) if x != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(known, default=soft), hard))
+        limit = limit if soft == resource.RLIM_INFINITY else min(limit, soft)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
         yield
     finally:

@@ -141,7 +141,7 @@ def test_rank_advantages_land_on_the_tokens_of_their_item(task):
     parsed = parse_rollout(rollout, task.tokenizer, task.parser)
     read = torch.tensor([not x.parse_error for x in parsed.lists])
     has_reward_NK = ~torch.isnan(rollout.rewards_NRK).any(1)
-    assert torch.equal(parsed.exists_NK[read], has_reward_NK[read]) and read.sum() > 8
+    assert torch.equal((parsed.status_NK >= 0)[read], has_reward_NK[read]) and read.sum() > 8
 
 
 @pytest.mark.parametrize("where", [0, 1, 3, 4])

@@ -18,7 +18,6 @@ from grpo_nb.advantages import SCALE_FREE, gdpo, grpo, spread_to_tokens
 from grpo_nb.compat import make_safe_reward_func, make_safe_reward_func_individual
 from grpo_nb.core import Rollout, rollout_from_state, rollout_to_state
 from grpo_nb.list_parsing import (
-    STATUSES,
     ListParser,
     Titles,
     _read_item,
@@ -145,21 +144,6 @@ def test_carriage_returns_count_once_even_when_split_between_tokens():
         assert [x.title for x in parsed.items] == ["A", "B"]
     assert owners(["A (1990)", "\r", "\n", "B (1991)"]) == [0, 0, 0, 1]
     assert owners(["Hello:\r", "\n", "A (1990)"]) == [-1, -1, 0]
-
-
-@pytest.mark.parametrize("pieces", [[], [None], ["\n"], ["", None], [" \n \r\n", None, None]])
-def test_answers_without_content(pieces):
-    parsed = parse_list(pieces, 3)
-    assert parsed.items == () and parsed.parse_error
-    assert parsed.item_of_token_S.tolist() == [-1] * len(pieces)
-
-
-def test_status_order():
-    parser = ListParser(6, ["Heat (1995)", "Big (1988)"])
-    text = "HEAT (1995)\nheat (1995)\nBig (1988)\nbig (1988)\nJaws (1975)\nJaws (1975)\nHeat (1995)"
-    got = [x.status for x in parser(text, seen=["big"]).items]
-    assert got == ["ok", "duplicate", "seen", "seen", "unknown", "unknown", "overflow"]
-    assert set(got) <= set(STATUSES)
 
 
 def byte_level_tokenizer():
@@ -327,14 +311,6 @@ def test_lambda_and_penalty_cancel_under_gdpo(variant):
         rows = torch.tensor(make_safe_reward(parser, oracle, variant, lambda_safe=lam)(**call))
         combined.append(grpo(rows[:, None], ids))
     assert (combined[0] - combined[1]).abs().max() > 0.1  # in a sum the scale does matter
-
-
-def test_relevance_and_safety_see_the_same_object():
-    parser = ListParser(4, FILMS)
-    answer, seen = "\n".join(FILMS[:4]), [FILMS[0]]
-    for make in (make_relevance_reward, lambda p: make_safety_reward(p, SafetyOracle(RISKS, 0.5))):
-        make(parser)(["p"], [answer], relevant=[FILMS], avoid=[["war"]], seen=[seen])
-    assert len(parser.known) == 1
 
 
 # ---------------------------------------------------------------- several processes
