@@ -326,20 +326,6 @@ def test_a_run_goes_on_bitwise_from_its_state(base):
     assert [r["loss"] for r in whole.history[3:]] == [r["loss"] for r in second.history]
 
 
-def test_beat_share_of_known_motions():
-    time = torch.arange(40) / 10
-    pure = torch.sin(2 * torch.pi * time + 0.3)[:, None].expand(-1, 6)
-    other = torch.sin(4 * torch.pi * time)[:, None].expand(-1, 6)
-    assert beat([pure, pure[:25], other]) == pytest.approx([1, 1, 0], abs=1e-6)
-    clip = torch.randn(5, 40, 6, generator=seeded(0, "c"))
-    mask = torch.arange(40) < torch.tensor([40, 30, 25, 38, 40])[:, None]
-    share = _beat_share(clip, mask)
-    assert (share > 0).all() and (share < 1).all()
-    clip[~mask] = 9.0
-    assert torch.allclose(_beat_share(clip, mask), share)  # padding does not count
-    assert torch.allclose(_beat_share(3 * clip + 2, mask), share)  # neither size nor offset
-
-
 def test_generated_recordings_train_a_policy_with_padding():
     recordings = _generated_recordings()
     p = beat_policy(recordings, steps=30)

@@ -184,22 +184,6 @@ def test_fast_decoder_is_used_where_it_fits(policy):
     assert kind is (LlamaDecoder if known and not window else Decoder)
 
 
-def test_stop_token_is_in_the_mask_and_nothing_after_it(policy):
-    r = policy.sample(TASKS, 8, seeded(8, "s"))
-    ids, mask = r.states["completion_ids"], r.mask_NS
-    stop = torch.isin(ids, torch.tensor(policy.stop)) & mask
-    last = torch.zeros_like(mask).scatter(1, r.lengths_N[:, None] - 1, True)
-    assert (stop & ~last).sum() == 0  # a stop token is always the last
-    assert torch.equal(r.info["truncated"], ~(stop & last).any(1))
-    assert (r.lengths_N[r.info["truncated"]] == policy.max_new_tokens).all()
-    assert all(
-        policy.tokenizer.decode([s]) not in text
-        for s in policy.stop
-        for text in r.outputs
-        if s != 20
-    )
-
-
 def test_half_precision_scores_in_fp32(tokenizer):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MODELS["llama"], dtype=torch.bfloat16)

@@ -106,15 +106,17 @@ class MotionMLP(nn.Module):
             nn.Linear(width, dims),
         )
 
-    def forward(self, x, time, condition, frames=None):
-        "Prediction of the shape of `x`; frames that do not count are not looked at."
-        x_in = x if frames is None else x * frames.to(x.dtype).view(len(x), -1, *[1] * (x.ndim - 2))
-        at = time.clamp(0, self.time.num_embeddings - 1)
-        low = at.floor().long()
-        rest = (at - low).to(x.dtype)[:, None]
-        up = (low + 1).clamp(max=self.time.num_embeddings - 1)
-        row = self.time(low) * (1 - rest) + self.time(up) * rest
-        return self.net(torch.cat([x_in.flatten(1), condition.to(x.dtype), row], 1)).view_as(x)
+# %% ../../nbs/applications/motion.ipynb #22d83f71
+@patch
+def forward(self: MotionMLP, x, time, condition, frames=None):
+    "Prediction of the shape of `x`; frames that do not count are not looked at."
+    x_in = x if frames is None else x * frames.to(x.dtype).view(len(x), -1, *[1] * (x.ndim - 2))
+    at = time.clamp(0, self.time.num_embeddings - 1)
+    low = at.floor().long()
+    rest = (at - low).to(x.dtype)[:, None]
+    up = (low + 1).clamp(max=self.time.num_embeddings - 1)
+    row = self.time(low) * (1 - rest) + self.time(up) * rest
+    return self.net(torch.cat([x_in.flatten(1), condition.to(x.dtype), row], 1)).view_as(x)
 
 # %% ../../nbs/applications/motion.ipynb #5cdad026
 def _denoising_loss(
@@ -132,9 +134,8 @@ def _denoising_loss(
     targets = {"x0": clean, "eps": noise, "v": a * noise - b * clean, "flow": noise - clean}
     time = sampler.table(sampler.time_T, step).float()
     more = {} if frames is None else {"frames": frames}
-    error = (
-        model(a * clean + b * noise, time, condition, **more) - targets[sampler.prediction]
-    ).square()
+    guess = model(a * clean + b * noise, time, condition, **more)
+    error = (guess - targets[sampler.prediction]).square()
     if frames is None:
         return error.mean()
     return error[frames.view(len(error), -1, *[1] * (error.ndim - 2)).expand_as(error)].mean()
@@ -183,7 +184,7 @@ def reach_policy(
     pretrain(model, sampler, _reach_paths, seeded(seed, "demonstrations"), steps)
     return DiffusionPolicy(model, sampler, (POINTS, 2), "goal", **options)
 
-
+# %% ../../nbs/applications/motion.ipynb #26fbd16b
 def _reach_flow_sampler(num_steps: int = 10) -> Sampler:
     "The flow variant: velocity, 10 steps, noise 0.7; time runs from 9 down as the table of MotionMLP expects."
     return flow_sampler(num_steps, time_scale=9.0)
@@ -210,9 +211,6 @@ def motion_config(
     }
 
 # %% ../../nbs/applications/motion.ipynb #3a9a65e5
-_AEON = "aeon==1.6.0"
-
-
 def _find_basic_motions(
     folder: str | Path | None = None,  # where the two .ts files are; None: in the installed aeon
 ) -> Path:
@@ -223,7 +221,7 @@ def _find_basic_motions(
     names = ("BasicMotions_TRAIN.ts", "BasicMotions_TEST.ts")
     if folder is None or not all((Path(folder) / n).is_file() for n in names):
         raise ValueError(
-            f"No {' and '.join(names)} in {folder or 'an installed aeon'}. They come with its wheel: pip install --no-deps {_AEON}"
+            f"No {' and '.join(names)} in {folder or 'an installed aeon'}. They come with its wheel: pip install --no-deps aeon==1.6.0"
         )
     return Path(folder)
 

@@ -444,15 +444,6 @@ def logp(
     "Log-probability of every stored step under the present weights."
     return self.logp_and_kl(rollout)[0]
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #f1dbb1b6
-@patch
-def logp_entropy(self: DiffusionPolicy, rollout: Rollout):
-    "Refused: the entropy of a step is that of its noise level, whatever the network does."
-    raise ValueError(
-        "An entropy bonus has no gradient here: the entropy of a Gaussian step is fixed by the sampler's noise level. Set "
-        "entropy_coef=0; for more variety raise the noise (eta or a)."
-    )
-
 # %% ../../nbs/method/03_policies.diffusion.ipynb #efabb3fb
 @patch
 def kl(

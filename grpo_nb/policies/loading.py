@@ -320,7 +320,7 @@ def _untie(model: nn.Module):
                 setattr(layer, name, nn.Parameter(p.detach().clone(), p.requires_grad))
     model.config.tie_word_embeddings = False
 
-
+# %% ../../nbs/method/02_policies.loading.ipynb #d9da9364
 @torch.no_grad()
 def _check_merged(model: nn.Module, plain: nn.Module):
     device = next(model.parameters()).device
