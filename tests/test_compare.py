@@ -134,11 +134,6 @@ def test_cpu_seconds_are_those_of_training(tmp_path):
     for study in (here, there):
         spent = study.frame()["cpu_seconds"]
         assert ((spent >= 0.1) & (spent < 0.3)).all()  # no sleep, no evaluation
-    for old in here.runs:  # a store from before, and one of which one seed is newer
-        del old["cpu_seconds"]
-    assert "cpu_seconds" not in here.frame()
-    here.runs[0]["cpu_seconds"] = 1.5
-    assert here.frame()["cpu_seconds"].isna().tolist() == [False, True]
 
 
 # what is finished, stored, interrupted, or dead
@@ -301,7 +296,7 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
     refused("num_epoch", {"a": {"update.num_epoch": 2}})
     grid = {"optimizer.lr": [1e-4]}
     refused(r"overlap \(0\)", {"a": {}}, tune=grid, tune_seeds=[0])
-    refused("tune.optimizer.lr must be list", {"a": {}}, tune={"optimizer.lr": 1e-4})
+    refused("tune.optimizer.lr must be a list", {"a": {}}, tune={"optimizer.lr": 1e-4})
     refused("optimizer.lrr", {"a": {}}, tune={"optimizer.lrr": [1e-4]})
     refused("tune sets 'steps'", {"a": {}}, tune={"steps": [3, 4]})
     refused("number of steps", {"a": {"optimizer.schedule": "linear"}}, budget=Tokens(5))
@@ -418,7 +413,7 @@ def test_a_recipe_is_checked_before_its_budget_is_fitted(tmp_path, capsys):
         ("compare.seconds=-1", "compare.seconds must be > 0"),
         ("compare.workers=none", "compare.workers must be a whole number"),
         ("compare.statistic=mean", "Unknown key in the compare block: 'statistic'"),
-        ("compare.tune={optimizer.lr: 3}", "tune.optimizer.lr must be list"),
+        ("compare.tune={optimizer.lr: 3}", "tune.optimizer.lr must be a list"),
         ("compare.budget=null", "needs a budget"),
         ("compare.seeds=many", "seeds must be a number of seeds"),
     ):
@@ -459,18 +454,6 @@ def test_identical_arms_do_not_differ(tmp_path):
     )
     assert row["verdict"] == "no difference detected"
     assert row["better"] == 0.5 and row["better_low"] < 0.5 < row["better_high"]
-
-
-def test_every_arm_is_tuned_alike():
-    arms = {"a": {}, "b": {"update.num_epochs": 2}, "control": {"optimizer.lr": 3e-4}}
-    jobs = plan_runs(
-        Spec(arms, None, [0], Steps(2), tune={"optimizer.lr": [1e-5, 1e-4]}, tune_seeds=[8, 9])
-    )
-    tried = lambda name: [
-        (j.seed, j.overrides["optimizer.lr"], j.budget, j.base) for j in jobs if j.variant == name
-    ]
-    assert tried("a") == tried("b") and len(tried("a")) == 4 and not tried("control")
-    assert len({j.key for j in jobs}) == 8
 
 
 # statistics
@@ -625,7 +608,8 @@ def test_tuning_takes_the_lowest_where_less_is_better(tmp_path):
 
 
 def test_a_table_of_some_variants(tmp_path):
-    arms = ARMS | {"fragile": {"make.crash_at": 2}, "even": {"make.rate": 0.06}}
+    fragile = {"make.only": 1, "make.crash_at": 2}
+    arms = ARMS | {"fragile": fragile, "even": {"make.rate": 0.06}}
     study = contest(arms, seeds=range(5), budget=Steps(3), dir=tmp_path / "d")
     table = study.table(variants=["fast", "slow"])
     assert table.frame["variant"].tolist() == ["fast", "slow"] and table.baseline == "fast"
@@ -643,17 +627,16 @@ def test_a_table_of_some_variants(tmp_path):
         study.table(variants=["fast", "even"], baseline="slow")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_variant_of_which_every_run_failed_raises_and_the_others_are_kept(tmp_path, workers):
+def test_a_variant_of_which_every_run_failed_raises_and_the_others_are_kept(tmp_path):
     arms = {"fine": {}, "broken": {"make.crash_at": 1}, "empty": {"make.ends_at": 1}}
-    kw = {"seeds": 2, "budget": Steps(2), "dir": tmp_path, "workers": workers}
+    kw = {"seeds": 2, "budget": Steps(2), "dir": tmp_path}
     with pytest.raises(FailedRun, match="(?s)run of 'broken' failed; .*is <not> finite.*kept in"):
         contest(arms, store=tmp_path / "s.json", **kw)
     assert not (tmp_path / "s.json").exists()
     COUNTS["made"] = 0
     del arms["broken"]
     with pytest.raises(FailedRun, match="(?s)run of 'empty' failed; .*Nothing was trained"):
-        contest(arms, **kw | {"workers": 1})
+        contest(arms, **kw)
     assert COUNTS["made"] == 2  # those of the first arm are kept
 
 
@@ -846,7 +829,7 @@ def processes_of(mark):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks into /proc")
 @pytest.mark.parametrize(
     "how,when",
-    [(signal.SIGKILL, 0.0), (signal.SIGKILL, 0.3), (signal.SIGKILL, 1.0), (signal.SIGKILL, 2.0)]
+    [(signal.SIGKILL, 0.0), (signal.SIGKILL, 1.5)]
     + [(s, None) for s in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)],
 )  # seconds after the first worker has begun; None: in the middle of the runs
 def test_no_worker_outlives_the_study(tmp_path, how, when):
@@ -859,14 +842,13 @@ def test_no_worker_outlives_the_study(tmp_path, how, when):
     time.sleep(when or 0)
     parent.send_signal(how)
     parent.wait(30)
-    assert wait_for(lambda: not processes_of(mark), 15)
+    assert wait_for(lambda: not processes_of(mark))
     assert not list(tmp_path.glob("d/*/result.json"))  # being ended is no result
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_that_somebody_else_writes_a_run_is_no_result(tmp_path, workers):
+def test_that_somebody_else_writes_a_run_is_no_result(tmp_path):
     kw = {"variants": {"a": {}}, "base": BASE, "seeds": 2, "budget": Steps(1)}
-    kw |= {"dir": tmp_path / "d", "store": tmp_path / "s.json", "workers": workers}
+    kw |= {"dir": tmp_path / "d", "store": tmp_path / "s.json", "workers": 2}
     spec = Spec({"a": {}}, BASE, 2, Steps(1), dir=tmp_path / "d")
     taken = plan_runs(spec, {"a": {}})[1].dir / "run"
     with Run.create(taken), pytest.raises(RunLocked, match="is being written by"):
