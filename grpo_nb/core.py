@@ -165,7 +165,7 @@ def masked_sum(
     picked = torch.where(mask.bool(), x, x.new_zeros(()))
     return picked.sum() if dim is None else picked.sum(dim)
 
-
+# %% ../nbs/method/00_core.ipynb #42d8b1fd
 def masked_mean(x: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     "Mean of `x` where `mask`; 0 where the mask is empty."
     full = mask.bool().expand_as(x)
