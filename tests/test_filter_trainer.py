@@ -240,9 +240,11 @@ def minus_mean(rewards, group_ids):
 
 
 def own(mode=None, rule=None):
-    t = make("steps=1", "filter_groups.on_cap=train_partial", "filter_groups.max_num_gen_batches=1")
-    t.config.advantage.mode, t.config.filter_groups.rule = mode or "grpo", rule
-    return t
+    over = ["filter_groups.on_cap=train_partial", "filter_groups.max_num_gen_batches=1", "steps=1"]
+    size = ["train_batch_size=6", "num_generations=4", "run.progress=false", "threads=1"]
+    config = load_config(None, [*size, *FILTER, *over])
+    config.advantage.mode, config.filter_groups.rule = mode or "grpo", rule
+    return make(config=config)
 
 
 def test_a_function_is_an_estimator_and_a_rule():

@@ -469,7 +469,7 @@ def _refuse_dead_keys(trainer: GRPO) -> None:
 def _idle_keys(trainer: GRPO, given: Sequence[str]) -> list[str]:
     "Keys that were set and that nothing reads in this run, each with the reason."
     c = trainer.config
-    estimator = inspect.signature(ADVANTAGES[c.advantage.mode]).parameters
+    estimator = inspect.signature(ADVANTAGES.resolve(c.advantage.mode)[1]).parameters
     off = {
         ("run.wandb", "run.name", "checkpoint."): (
             "needs run.dir",
