@@ -242,7 +242,7 @@ def _open_block(
             if "." not in o.partition("=")[0][8:]:  # budget={steps: 2} replaces {samples: 8192}
                 tree.pop(next(iter(new)), None)
             tree = OmegaConf.merge(tree, new)
-    return config, OmegaConf.to_container(tree, resolve=True)
+    return config, OmegaConf.to_container(tree)
 
 # %% ../nbs/07_cli.ipynb #9654a8e8
 def _compare(

@@ -229,7 +229,7 @@ def _one_line(error: pydantic.ValidationError, cls: type) -> str:
         first = section and dataclasses.fields(section)[0]
         such = f", such as {{{first.name}: {first.default}}}" if first else ""
         return f"{key or 'The configuration'} needs a mapping{such}, got {value!r}."
-    return f"{key} must be {_type_name(hint)}, got {value!r}."
+    return f"{key} must be {accepts(hint)}, got {value!r}."
 
 
 def _unknown_key(key: str, owner: type) -> str:
@@ -266,12 +266,6 @@ def _flat(hint) -> list:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [h for a in typing.get_args(hint) if a is not type(None) for h in _flat(a)]
     return [hint]
-
-
-def _type_name(hint) -> str:
-    words = {dict: "a mapping {key: value}", str: "text", list: "a list", bool: "true or false"}
-    names = [words.get(h) or getattr(h, "__name__", str(h)) for h in _flat(hint)]
-    return " or ".join([*names, *(["null"] if type(None) in typing.get_args(hint) else [])])
 
 # %% ../nbs/ground/00_config.ipynb #52882a6a
 def build_config(
@@ -367,4 +361,5 @@ def accepts(hint: Any) -> str:
         return f"{{name: {accepts(args[-1])}}}"
     if args and typing.get_origin(hint) in (list, tuple):
         return f"list of {accepts(args[0])}"
-    return _type_name(hint)
+    words = {dict: "a mapping {key: value}", str: "text", list: "a list", bool: "true or false"}
+    return words.get(hint) or getattr(hint, "__name__", str(hint))

@@ -72,9 +72,8 @@ class Clip:
 
     low: NonNegative = 0.2  # lower bound is 1 - low
     high: NonNegative | None = None  # upper bound is 1 + high; None: as low
-    dual: number_in(1, above=True) | None = (
-        None  # caps the loss at -dual * advantage where that is < 0
-    )
+    # caps the loss at -dual * advantage where that is < 0
+    dual: number_in(1, above=True) | None = None
 
     @property
     def upper(self) -> float:

@@ -58,9 +58,8 @@ FailurePolicy = Annotated[Any, pydantic.BeforeValidator(_FailurePolicy())]
 class RewardConfig:
     "How rewards are run."
 
-    on_error: FailurePolicy = (
-        "raise"  # "raise", "skip" or a number; or a dict of those by component
-    )
+    # "raise", "skip" or a number; or a dict of those by component
+    on_error: FailurePolicy = "raise"
     on_timeout: FailurePolicy = None  # the same; None = as on_error
     on_nonfinite: FailurePolicy = None  # the same for infinities; None = as on_error
     on_none: FailurePolicy = "skip"  # the same for "does not apply"

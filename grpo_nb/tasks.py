@@ -410,7 +410,11 @@ def __getitem__(self: Taskset, index: Any) -> Task | list[Task]:
     "A task by integer; a list of tasks by slice, integers or boolean mask."
     n = len(self)
     if isinstance(index, slice):
-        return [self[i] for i in range(n)[index]]
+        start, stop, step = index.indices(n)
+        if step != 1:
+            return [self[i] for i in range(start, stop, step)]
+        rows = self.rows.block(start, stop) if start < stop else []
+        return [self._task(row, i) for i, row in enumerate(rows, start)]
     if isinstance(index, (list, tuple, np.ndarray)) or getattr(index, "ndim", 0):
         return [self[i] for i in index_of(index, n).tolist()]
     i = operator.index(index)

@@ -33,6 +33,7 @@ from grpo_nb.config import (
     NonNegative,
     Positive,
     check_number,
+    config_tree,
     configuration,
     given_keys,
     number_in,
@@ -472,12 +473,9 @@ def _make_policy(policy: Any, config: TrainerConfig) -> Policy:
         return policy
     from grpo_nb.policies.tokens import as_policy  # transformers is slow to import
 
-    options = dict(vars(getattr(config, "policy", object))) if hasattr(config, "policy") else {}
-    left_out = (
-        ("model", "_given")
-        if isinstance(policy, (str, Path))
-        else ("model", "_given", "dtype", "device")
-    )
+    options = config_tree(config.policy) if hasattr(config, "policy") else {}
+    made = isinstance(policy, (str, Path))  # else a model with dtype and device of its own
+    left_out = ("model",) if made else ("model", "dtype", "device")
     return as_policy(policy, **{k: v for k, v in options.items() if k not in left_out})
 
 

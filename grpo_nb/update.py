@@ -83,9 +83,8 @@ class KLStop:
 
     target: Positive | None = None  # KL(old || new) per step, nats; None: never stop
     factor: Positive = 1.5  # stop at factor * target
-    stat: Literal["auto", "exact", "k3"] = (
-        "auto"  # "exact" (the policy's own KL), "k3" (from samples), "auto": exact if offered
-    )
+    # "exact" (the policy's own KL), "k3" (from samples), "auto": exact if offered
+    stat: Literal["auto", "exact", "k3"] = "auto"
     min_updates: Count = 1  # updates that happen in any case
     target_ref: Positive | None = None  # the same for KL to the reference policy; None: no limit
 

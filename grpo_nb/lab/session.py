@@ -25,7 +25,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..config import Count, Natural, NonNegative, config_tree, configuration
+from ..config import Count, Natural, NonNegative, _with_key, config_tree, configuration
 from ..core import Rollout
 from ..files import hide_secrets, plain, read_jsonl
 from grpo_nb.lab.checkpoint import (
@@ -68,9 +68,8 @@ class CheckpointConfig:
     keep_last: Count = 2  # newest ones kept
     keep_best: Natural = 0  # best ones kept besides
     best: str = "eval_sampled"  # metric that says which is best
-    on_error: Literal["warn", "raise"] = (
-        "warn"  # one cannot be written: fail when `fit` ends, or now
-    )
+    # one cannot be written: fail when `fit` ends, or now
+    on_error: Literal["warn", "raise"] = "warn"
 
 # %% ../../nbs/lab/02_session.ipynb #29e06a35
 class Interrupts:
@@ -341,35 +340,28 @@ def described(
 ) -> dict[str, Any]:
     "The configuration as it ran."
     tree, given = config_tree(trainer.config), trainer.given
+    for key, name in functions_in(trainer.config).items():
+        tree = _with_key(tree, key.split("."), name)
+    tasks, runner, held = tree["tasks"], trainer.rewards, trainer.eval_tasks
     if "policy" in given:
-        tree["policy"] = _policy_keys(trainer.policy)
+        keys = trainer.policy.settings() if hasattr(trainer.policy, "settings") else {}
+        what = "<passed: {class}, {parameters:,} parameters>".format(
+            **_policy_facts(trainer.policy)
+        )
+        tree["policy"] = keys | {"model": _portable(keys.get("model") or what)}
     if "tasks" in given:
-        ours = (
-            {} if hasattr(given["tasks"], "read") else tree["tasks"]
-        )  # a stream has its own order
-        one = {k: v for k, v in {"tasksets": None, "shares": "size"}.items() if k in ours}
-        source = _source(_tasksets(trainer.stream), "train")
-        tree["tasks"] = ours | one | source | {"eval": tree["tasks"].get("eval")}
+        kept = {} if hasattr(given["tasks"], "read") else tasks  # a stream has its own order
+        several = {k: v for k, v in {"tasksets": None, "shares": "size"}.items() if k in kept}
+        train = {"train": _source(*_tasksets(trainer.stream)), "eval": tasks.get("eval")}
+        tree["tasks"] = kept | several | train
     if "eval_tasks" in given:
-        sets = trainer.eval_tasks
-        several = isinstance(sets, Mapping) and sets
-        named = {k: _source([v], k)[k] for k, v in sets.items()} if several else None
-        tree["tasks"]["eval"] = named or (_source([sets], "eval")["eval"] if sets else None)
-    runner = trainer.rewards
+        named = {k: _source(v) for k, v in held.items()} if isinstance(held, Mapping) else None
+        tree["tasks"]["eval"] = named or (held and _source(held))
     if "rewards" in given:
         names = {s.name: {"reward": f"<passed: {function_name(s.function)}>"} for s in runner.specs}
         tree["rewards"]["functions"] = names
     tree["rewards"]["run"] = config_tree(runner.config)
     return tree
-
-
-def _policy_keys(policy: Any) -> dict[str, Any]:
-    "The policy section that an object answers for."
-    keys = policy.settings() if hasattr(policy, "settings") else {}
-    facts = _policy_facts(policy)
-    if not keys.get("model"):
-        keys["model"] = f"<passed: {facts['class']}, {facts['parameters']:,} parameters>"
-    return keys | {"model": _portable(keys["model"])}
 
 
 def _portable(path: str) -> str:
@@ -379,35 +371,29 @@ def _portable(path: str) -> str:
     return path
 
 
-def _tasksets(stream: Any) -> list:
-    return [*getattr(stream, "tasksets", [getattr(stream, "tasks", stream)])]
-
-
-def _source(tasksets: Sequence, key: str) -> dict[str, Any]:
+def _source(*tasksets: Any) -> str:
     "The file of a taskset, if that says everything; else what was passed."
-    rows, tasks = getattr(tasksets[0], "rows", None), tasksets[0]
-    path = getattr(rows, "path", None)
+    tasks, path = tasksets[0], getattr(getattr(tasksets[0], "rows", None), "path", None)
     if (
         len(tasksets) == 1
         and path
-        and isinstance(tasks.prompt, str)
-        and not tasks.rename
-        and tasks.id == path.stem
+        and (tasks.prompt, tasks.rename, tasks.id) == ("prompt", {}, path.stem)
     ):
-        return {key: _portable(str(path)), "prompt": tasks.prompt}
-    return {key: f"<passed: {', '.join(map(_task_facts, tasksets))}>"}
+        return _portable(str(path))
+    return f"<passed: {', '.join(map(_task_facts, tasksets))}>"
 
 # %% ../../nbs/lab/02_session.ipynb #1b1eee8b
 def part_facts(
     trainer: GRPO,
 ) -> dict[str, Any]:
     "What was trained, on what and by what: class and size, checksums, weights."
-    held = trainer.eval_tasks
-    held = list(held.values()) if isinstance(held, Mapping) else [held] if held else []
+    held = trainer.eval_tasks or []
     return {
         "policy": _policy_facts(trainer.policy),
         "tasks": {"tasks": [_task_facts(t) for t in _tasksets(trainer.stream)]},
-        "eval_tasks": {"tasks": [_task_facts(t) for t in held]},
+        "eval_tasks": [
+            _task_facts(t) for t in (held.values() if isinstance(held, Mapping) else [held])
+        ],
         "rewards": dict(zip(trainer.rewards.components, trainer.weights)),
     }
 
@@ -418,19 +404,21 @@ def _policy_facts(policy: Any) -> dict[str, Any]:
     facts = {"class": " of ".join(kinds), "parameters": sum(p.numel() for p in params)}
     facts |= {"dtype": str(params[0].dtype), "device": str(params[0].device)} if params else {}
     if tokenizer := getattr(policy, "tokenizer", None):
-        told = [type(tokenizer).__name__, len(tokenizer), getattr(tokenizer, "chat_template", None)]
-        facts["tokenizer"] = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+        template = getattr(tokenizer, "chat_template", None)
+        told = repr((type(tokenizer).__name__, len(tokenizer), template)).encode()
+        facts["tokenizer"] = hashlib.sha256(told).hexdigest()[:16]
     return facts
 
 
+def _tasksets(stream: Any) -> list:
+    return [*getattr(stream, "tasksets", [getattr(stream, "tasks", stream)])]
+
+
 def _task_facts(tasks: Any) -> str:
-    name, size = (
-        getattr(tasks, "name", type(tasks).__name__),
-        len(tasks) if hasattr(tasks, "__len__") else None,
-    )
-    return (
-        f"{name}" if size is None else f"{name} ({size} tasks, {fingerprint(tasks) or 'not read'})"
-    )
+    name = getattr(tasks, "name", type(tasks).__name__)
+    if not hasattr(tasks, "__len__"):
+        return name
+    return f"{name} ({len(tasks)} tasks, {fingerprint(tasks) or 'not read'})"
 
 
 def function_name(function: Any) -> str:

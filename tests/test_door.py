@@ -1,0 +1,330 @@
+"What goes in at the door of a training: what is given is used, refused or told, and what ran is what the record says."
+
+import json
+import re
+import time
+import warnings
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from grpo_nb.cli import _open_block
+from grpo_nb.config import describe, given_keys, override
+from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_stream
+from grpo_nb.policies.tokens import TokenPolicy
+from grpo_nb.reward_runner import RewardRunner
+from grpo_nb.tasks import Taskset, data_path
+from grpo_nb.trainer import GRPO
+from grpo_nb.verifiers import exact_answer
+
+ROWS = [{"prompt": f"<bos>{i}+1=", "answer": str(i + 1)} for i in range(8)]
+SMALL = {"steps": 2, "train_batch_size": 2, "num_generations": 2, "run.progress": False}
+RIGHT = {"right": exact_answer()}
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=6, temperature=0.7)
+
+
+def even(completions, **columns):
+    return [float(len(c) % 2) for c in completions]
+
+
+class Stream:
+    "A stream of one's own: what it holds is seen only as it is read."
+
+    def __init__(self, rows):
+        self.rows = Taskset.load(rows, id="elsewhere")
+
+    def read(self, n):
+        return self.rows[:n]
+
+
+REFUSED, TOLD, USED = "refused", "told", "used"
+KEYS = [
+    ("policy.temperature", 1.0, {}, REFUSED),  # the default, said aloud
+    ("policy.temperature", 0.7, {}, USED),  # what the policy has
+    ("policy.top_p", 0.5, {}, REFUSED),
+    ("policy.lora", {"r": 4}, {}, REFUSED),
+    ("policy.dtype", "bfloat16", {}, REFUSED),
+    ("policy.model", "data:tiny-llama", {}, USED),
+    ("policy.model", "other", {}, TOLD),
+    ("policy.temperature", 0.5, {"policy": "data:tiny-llama"}, USED),
+    ("tasks.train", "other.jsonl", {}, TOLD),
+    ("tasks.tasksets", [{"path": "x"}], {}, TOLD),
+    ("tasks.shares", {"kind": "nope"}, {}, REFUSED),
+    ("tasks.selector", "random", {}, USED),
+    ("tasks.epochs", 1.0, {}, USED),
+    ("tasks.shuffle", False, {}, USED),
+    ("tasks.selector", "random", {"tasks": Stream(ROWS)}, REFUSED),
+    ("tasks.shuffle", False, {"tasks": Stream(ROWS)}, REFUSED),
+    ("tasks.eval", "other.jsonl", {}, TOLD),
+    ("rewards.functions", {"exact_answer": {}}, {}, TOLD),
+    ("rewards.run.on_none", "raise", {}, USED),
+    ("rewards.run.on_none", "raise", {"rewards": RewardRunner(RIGHT)}, REFUSED),
+    ("rewards.run.seed", 5, {}, USED),
+    ("rewards.run.timeout_s", 5.0, {}, TOLD),
+    ("eval.every", 1, {}, TOLD),
+    ("run.wandb", "offline", {}, TOLD),
+    ("checkpoint.every", 1, {}, TOLD),
+    ("filter_groups.metric", "right", {}, TOLD),
+    ("advantage.eps", 0.1, {}, USED),
+]
+
+
+@pytest.mark.parametrize("key, value, parts, outcome", KEYS, ids=lambda x: str(x)[:30])
+def test_every_key_that_somebody_sets_is_used_refused_or_told(key, value, parts, outcome, policy):
+    parts = {"policy": policy, "tasks": ROWS, "rewards": RIGHT} | parts
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            trainer = GRPO(**parts, config=SMALL | {key: value})
+        except ValueError as e:
+            assert outcome == REFUSED and key in str(e) and "\n" not in str(e)
+            return
+    said = [str(w.message) for w in seen if key in str(w.message)]
+    assert (outcome == TOLD) == (len(said) == 1) and outcome != REFUSED, said
+    assert any(k.startswith(key) for k in given_keys(trainer.config))
+
+
+def test_estimators_say_which_of_the_general_options_they_do_not_have(policy):
+    with pytest.warns(UserWarning, match=r"advantage.eps \('dr_grpo' has none\)"):
+        GRPO(policy, ROWS, RIGHT, SMALL | {"advantage.mode": "dr_grpo", "advantage.eps": 0.1})
+
+
+def parts_of_one_s_own(tmp_path):
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in ROWS))
+    options = dict(max_new_tokens=5, temperature=0.7, top_k=5)
+    model = TokenPolicy.from_pretrained(data_path("tiny-llama"), **options)
+    bare = TokenPolicy(model.model, model.tokenizer, **options)
+    stops = TokenPolicy.from_pretrained(data_path("tiny-llama"), stop="=", **options)
+    return {
+        "folder and file": ({"policy": model, "tasks": str(file)}, set()),
+        "rows": ({"policy": model, "tasks": ROWS}, {"tasks"}),
+        "memory": ({"policy": bare, "tasks": file}, {"policy"}),
+        "stops": ({"policy": stops, "tasks": file}, {"policy"}),
+        "held-out rows": ({"tasks": file, "eval_tasks": {"a": ROWS}}, {"eval_tasks"}),
+        "rewards": ({"tasks": file, "rewards": even}, {"rewards"}),
+    }
+
+
+CASES = "folder and file, rows, memory, stops, held-out rows, rewards".split(", ")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_record_says_what_ran_and_load_makes_it_again_or_asks(case, tmp_path):
+    parts, asked = parts_of_one_s_own(tmp_path)[case]
+    trainer = GRPO.from_config(SMALL | {"run.dir": str(tmp_path / "run")}, **parts).fit(1)
+    trainer.close()
+    ran, run = trainer.policy, trainer.run
+    written = yaml.safe_load((run.dir / "config.yaml").read_text())
+    sampling = ("max_new_tokens", "temperature", "top_k", "top_p")
+    assert {k: written["policy"][k] for k in sampling} == {k: getattr(ran, k) for k in sampling}
+    assert written["policy"]["model"].startswith("<passed: " if "policy" in asked else "data:tiny")
+    told = json.loads((run.dir / "environment.json").read_text())["parts"]
+    assert told["policy"]["parameters"] == 860_160 and "8 tasks" in told["tasks"]["tasks"][0]
+    assert list(told["rewards"]) == trainer.rewards.components
+    if asked:
+        with pytest.raises(ValueError, match=f"GRPO.load\\(path, {'=..., '.join(asked)}=...\\)"):
+            GRPO.load(run.dir)
+        with pytest.raises(ValueError, match="pass them again"):  # and as a recipe it asks, too
+            GRPO.from_config(load_config(run.dir / "config.yaml"))
+    again = GRPO.load(run.dir, **{k: parts[k] for k in asked})
+    assert {k: getattr(again.policy, k) for k in sampling} == {k: getattr(ran, k) for k in sampling}
+    assert again.fit().step_done == 2
+    again.close()
+
+
+def test_a_file_that_holds_other_tasks_by_now_is_refused_unless_they_are_given(tmp_path):
+    file = tmp_path / "own.jsonl"
+    config = SMALL | {"run.dir": str(tmp_path / "run"), "tasks.train": str(file)}
+    file.write_text("".join(json.dumps(r) + "\n" for r in ROWS))
+    GRPO.from_config(config).fit(1).close()
+    file.write_text("".join(json.dumps(r | {"answer": "0"}) + "\n" for r in ROWS))
+    with pytest.raises(ValueError, match=r"tasks of the run were .*own \(8 tasks, \w+\)"):
+        GRPO.load(tmp_path / "run")
+    with pytest.warns(UserWarning, match="the run goes on with"):
+        GRPO.load(tmp_path / "run", tasks=str(file)).close()
+
+
+TRINITY = (
+    "buffer: {{batch_size: 2, explorer_input: {{taskset: {{name: a, path: {path}, {entry}}}}}}}"
+)
+FORM = "format: {prompt_key: question, response_key: solution"
+
+
+@pytest.mark.parametrize(
+    "entry, outcome",
+    [
+        (FORM + "}, rollout_args: {temperature: 0.6, n: 16}", {"policy.temperature": 0.6, "num_generations": 16}),
+        (FORM + "}, repeat_times: 4", {"num_generations": 4}),
+        (FORM + ", system_prompt: Say it.}", {"policy.system_prompt": "Say it."}),
+        (FORM + "}, default_workflow_type: math_workflow", "default_workflow_type has no effect"),
+        (FORM + ", reply_prefix: So}", "Unknown key 'reply_prefix'"),
+        ("format: {prompt_key: question, respons_key: solution}", "Did you mean 'response_key'"),
+        (FORM + "}, selectr: random", "Did you mean 'selector'"),
+        (FORM + "}, promt: x", "Did you mean 'prompt'"),
+        (FORM + "}, weight: 2", "Unknown key 'weight'"),
+        (FORM + "}, rollout_args: {best_of: 2}", "Unknown key 'rollout_args'"),
+        (FORM + "}, repeat_times: 4, rollout_args: {n: 2}", "num_generations is one for the whole run"),
+    ],
+)  # fmt: skip
+def test_keys_of_a_taskset_entry_are_used_refused_or_told(entry, outcome, tmp_path):
+    path, recipe = tmp_path / "q.jsonl", tmp_path / "r.yaml"
+    path.write_text(json.dumps({"question": "1+1=", "solution": "2"}) + "\n")
+    recipe.write_text(TRINITY.format(path=path, entry=entry))
+    if isinstance(outcome, dict):
+        config = load_config(recipe)
+        assert override(config, outcome) == config
+        assert open_stream(config).read(1)[0].columns["answer"] == "2"
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises((ValueError, UserWarning), match=outcome):
+            open_stream(load_config(recipe))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run: {name: '${oc.env:SECRET}'}",
+        "x: oc\nrun: {name: '${${x}.env:SECRET}'}",
+        "run: {name: 'a ${oc.env:SECRET,none} b'}",
+        "run: {name: '${oc.decode:${oc.env:SECRET}}'}",
+        "tasks: {operators: [{name: '${oc.env:SECRET}'}]}",
+        "steps: 1\ncompare: {title: '${oc.env:SECRET}', variants: {a: {}}}",
+    ],
+)
+def test_a_recipe_reads_nothing_of_the_environment(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", "s3cret")
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(ValueError, match="asks for something outside the recipe") as e:
+        load_config(tmp_path / "r.yaml")
+    assert "s3cret" not in str(e.value)
+    (tmp_path / "r.yaml").write_text(text.replace("${", "\\${"))  # a text that looks like it
+    with (
+        pytest.raises(ValueError, match="Unknown key|Available")
+        if "x:" in text
+        else warnings.catch_warnings()
+    ):
+        found = str(_open_block(tmp_path / "r.yaml"))
+        assert "s3cret" not in found and "SECRET" in found
+    asked = load_config(None, ["run.name=${oc.env:SECRET}"])  # one's own command line may
+    assert asked.run.name == "s3cret"
+
+
+BAD = {
+    "too long": ({"prompt": "<bos>" + "1+" * 99}, "exceed the model's 128 positions"),
+    "half a character": ({"prompt": "1\ud83d"}, "half a character"),
+    "no tokens": ({"prompt": "\u00e9"}, "has no tokens"),
+    "another kind": ({"answer": {"v": 2}}, r"column 'answer' holds \{'v': 2\} \(dict\)"),
+}
+
+
+@pytest.mark.parametrize(
+    "source", ["list", "jsonl", "parquet", "table", "scheduler", "stream", "held out"]
+)
+@pytest.mark.parametrize("fault", BAD)
+def test_a_bad_task_is_found_before_it_is_trained_on_and_named(fault, source, tmp_path, policy):
+    change, message = BAD[fault]
+    if source in ("parquet", "table") and fault in ("another kind", "half a character"):
+        return  # Arrow has one kind a column, and UTF-8
+    rows = [*ROWS, ROWS[0] | change]
+    at = {
+        "list": "list, row 8",
+        "stream": "task ",
+        "parquet": "r.parquet, row 8",
+        "table": "table, row 8",
+    }
+    tasks, more = rows, {}
+    if source == "jsonl":
+        tasks = tmp_path / "r.jsonl"
+        tasks.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        at[source] = "r.jsonl, line 9"
+    elif source == "parquet":
+        tasks = tmp_path / "r.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), tasks)
+    elif source == "table":
+        tasks = pa.Table.from_pylist(rows)
+    elif source == "scheduler":
+        more = {"tasks.selector": "sequential"}
+    elif source == "stream":
+        tasks = Stream(rows[-2:])
+    config = SMALL | more | ({"train_batch_size": 2} if source == "stream" else {})
+    held_out = rows if source == "held out" else None
+    trainer = GRPO(policy, ROWS if held_out else tasks, RIGHT, config, held_out)
+    with pytest.raises(ValueError, match=message) as e:
+        trainer.fit()
+    assert trainer.step_done == 0 and at.get(source, "list, row 8") in str(e.value)
+
+
+def test_ten_thousand_tasks_are_looked_at_in_a_moment(tmp_path, policy):
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(json.dumps(ROWS[i % 8]) + "\n" for i in range(10_000)))
+    trainer = GRPO(policy, path, RIGHT, SMALL)
+    start = time.process_time()
+    trainer.check_tasks()
+    assert time.process_time() - start < 1
+
+
+def test_the_door_takes_what_people_have(tmp_path, policy):
+    import datasets
+    import pandas as pd
+
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in ROWS))
+    models = ["data:tiny-llama", data_path("tiny-llama"), (policy.model, policy.tokenizer), policy]
+    for model in [*models, policy.model]:
+        t = GRPO(
+            model, ROWS, even, SMALL | ({} if model is policy else {"policy.max_new_tokens": 6})
+        )
+        assert t.policy.max_new_tokens == 6
+    for tasks in (path, str(path), ROWS, pd.DataFrame(ROWS), datasets.Dataset.from_list(ROWS)):
+        assert GRPO(policy, tasks, even, SMALL, tasks).stream.read(9)[8]["answer"] in "12345678"
+    for reward in (even, [even], {"even": even}, lambda completions, **k: even(completions)):
+        assert GRPO(policy, ROWS, reward, SMALL).rewards.components in (["even"], ["reward"])
+    nested = {
+        "optimizer": {"lr": 1e-5},
+        "advantage.mode": lambda rewards, group_ids: rewards - rewards.mean(),
+    }
+    assert GRPO(policy, ROWS, even, SMALL | nested).config.optimizer.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    "do, message",
+    [
+        (lambda p: load_config(None, ["num_iterations=2"]), "Here it is 'update.num_epochs'"),
+        (lambda p: load_config(None, ["update.beta=1"]), "Here it is 'update.loss.kl_coef'"),
+        (lambda p: load_config(None, ["learning_rate=1"]), "Here it is 'optimizer.lr'"),
+        (lambda p: setattr(GRPOConfig(), "temperature", 1), "Here it is 'policy.temperature'"),
+        (lambda p: setattr(GRPOConfig().optimizer, "learning_rate", 1), "'optimizer.lr'"),
+        (lambda p: load_config(None, ["optimiser.lr=1"]), "^Unknown key 'optimiser' in the configuration. Did you mean 'optimizer'"),
+        (lambda p: load_config(None, ["update.loss.clip=2"]), r"needs a mapping, such as \{low: "),
+        (lambda p: load_config(None, ["policy.lora=true"]), r"must be a mapping \{key: value\} or null, got True"),
+        (lambda p: load_config("none.yaml"), "No recipe at none.yaml. Shipped ones"),
+        (lambda p: load_config(None, ["run.wandb=none"]), "^(?!.*Did you mean 'None')"),
+        (lambda p: open_policy({"modle": 1}), "Did you mean 'model'"),
+        (lambda p: open_stream(load_config(None, ["tasks.tasksets=[]"])), "No training tasks"),
+        (lambda p: open_stream(load_config(None, ["tasks.shares={kind: nope}"])), "mixes several tasksets"),
+        (lambda p: GRPO(p, ROWS, RIGHT, 3), "config is a GRPOConfig or a mapping"),
+        (lambda p: GRPO(p, ROWS, RIGHT, "r.yaml"), "load_config reads a recipe"),
+        (lambda p: GRPO(p, len, RIGHT), "got builtin_function_or_method"),
+        (lambda p: GRPO(p, {"prompt": "x"}, RIGHT), "got dict"),
+        (lambda p: GRPO(p, iter(ROWS), RIGHT), "got list_iterator"),
+        (lambda p: GRPO(3, ROWS, RIGHT), "got int"),
+        (lambda p: GRPO(p, ["1+1="], RIGHT), "must be a dict|prompt"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_one_line_with_what_to_do(do, message, policy):
+    with pytest.raises(ValueError) as e:
+        do(policy)
+        raise ValueError("nothing was refused") if "(?!" not in message else ValueError("fine")
+    assert re.search(message, str(e.value)) and "\n" not in str(e.value)
+
+
+def test_every_key_says_what_it_means():
+    assert [r["key"] for r in describe(GRPOConfig) if not r["meaning"]] == []
