@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Count', 'Natural', 'Positive', 'NonNegative', 'Finite', 'Share', 'PLAIN_TYPES', 'unknown_name', 'one_of', 'Range',
-           'number_in', 'check_number', 'configuration', 'given_keys', 'build_config', 'config_tree', 'override',
-           'describe', 'accepts']
+           'number_in', 'check_number', 'configuration', 'given_keys', 'accepts', 'build_config', 'config_tree',
+           'override', 'describe']
 
 # %% ../nbs/ground/00_config.ipynb #ec9e8603
 import dataclasses
@@ -267,6 +267,25 @@ def _flat(hint) -> list:
         return [h for a in typing.get_args(hint) if a is not type(None) for h in _flat(a)]
     return [hint]
 
+
+def accepts(hint: Any) -> str:
+    "A field type in words."
+    args = typing.get_args(hint)
+    null = " or null" if type(None) in args else ""
+    if typing.get_origin(hint) is Annotated:
+        ranges = [m.func for m in args[1:] if isinstance(m, pydantic.BeforeValidator)]
+        return str(ranges[0]) if ranges else accepts(args[0])
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(map(str, args))
+    if null:
+        return " or ".join(accepts(a) for a in args if a is not type(None)) + null
+    if typing.get_origin(hint) is dict:
+        return f"{{name: {accepts(args[-1])}}}"
+    if args and typing.get_origin(hint) in (list, tuple):
+        return f"list of {accepts(args[0])}"
+    words = {dict: "a mapping {key: value}", str: "text", list: "a list", bool: "true or false"}
+    return words.get(hint) or getattr(hint, "__name__", str(hint))
+
 # %% ../nbs/ground/00_config.ipynb #52882a6a
 def build_config(
     cls: type,  # a configuration
@@ -344,22 +363,3 @@ def describe(
         meaning = " ".join(str(said.get(f.name) or "").split())
         rows.append({"key": key, "default": default, "accepts": accepts(hint), "meaning": meaning})
     return rows
-
-
-def accepts(hint: Any) -> str:
-    "A field type in words."
-    args = typing.get_args(hint)
-    null = " or null" if type(None) in args else ""
-    if typing.get_origin(hint) is Annotated:
-        ranges = [m.func for m in args[1:] if isinstance(m, pydantic.BeforeValidator)]
-        return str(ranges[0]) if ranges else accepts(args[0])
-    if typing.get_origin(hint) is typing.Literal:
-        return ", ".join(map(str, args))
-    if null:
-        return " or ".join(accepts(a) for a in args if a is not type(None)) + null
-    if typing.get_origin(hint) is dict:
-        return f"{{name: {accepts(args[-1])}}}"
-    if args and typing.get_origin(hint) in (list, tuple):
-        return f"list of {accepts(args[0])}"
-    words = {dict: "a mapping {key: value}", str: "text", list: "a list", bool: "true or false"}
-    return words.get(hint) or getattr(hint, "__name__", str(hint))

@@ -459,7 +459,7 @@ def _refuse_dead_keys(trainer: GRPO) -> None:
 def _idle_keys(trainer: GRPO, given: Sequence[str]) -> list[str]:
     "Keys that were set and that nothing reads in this run, each with the reason."
     c, mode = trainer.config, trainer.config.advantage.mode
-    takes = inspect.signature(mode if callable(mode) else ADVANTAGES[mode]).parameters
+    takes = inspect.signature(ADVANTAGES.resolve(mode)[1]).parameters
     unfiltered = not c.filter_groups.enable and "filter_groups.enable" not in given
     rules = [
         ("run.wandb run.name checkpoint.", not getattr(c, "run", RunConfig()).dir, "needs run.dir"),
