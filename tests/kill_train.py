@@ -23,7 +23,7 @@ from grpo_nb.lab.record import is_timing
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 
-COMMON = ["run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "train_batch_size=4", "steps=8", "threads=1",
+COMMON = ["run.progress=false", "num_generations=4", "train_batch_size=4", "steps=8", "threads=1",
           "checkpoint.every=1", "checkpoint.seconds=0.01", "run.samples_every=1", "run.if_exists=resume"]  # fmt: skip
 VARIANTS = {
     "plain": ["update.loss.kl_coef=0.01", "optimizer.schedule=cosine"],

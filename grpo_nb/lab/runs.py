@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,14 @@ from ..core import Registry
 from ..files import Appender, RunLocked, hide_secrets, read_jsonl, secret_texts, write_atomic
 from .budgets import Budget, Samples, Seconds, Steps
 from .frames import finite, flat_keys
-from .recipe import GRPOConfig
+from .recipe import GRPOConfig, open_rewards
 from ..metrics import COUNTERS
 from .log_importers import OURS
 from .study import MEAN, check_metric
-from ..rewards import REWARDS
+from ..advantages import weights_by_name
+from ..evaluate import evaluate as evaluate_policy
+from ..reward_runner import RewardRunner
+from ..rewards import passing_rewards
 from ..trainer import GRPO
 
 # %% ../../nbs/lab/06_runs.ipynb #1b6aea24
@@ -234,24 +237,25 @@ def digest(value) -> str:
     return hashlib.sha256(json.dumps(hide_secrets(value), sort_keys=True).encode()).hexdigest()[:12]
 
 # %% ../../nbs/lab/06_runs.ipynb #dc45dc12
-REWARD_KEYS = re.compile(r"rewards|advantage\.(weights|scales)")  # what changes the reward
+REWARD_KEYS = re.compile(
+    r"rewards|advantage\.(weights|scales)|eval\.passed"
+)  # what changes the reward
 
 
-def _evaluator(trainer, base: GRPOConfig, overrides: Mapping[str, Any]):
-    "Who evaluates a run: the trainer, or one with the rewards of the base if the variant changes them."
+def _judge(trainer, base: GRPOConfig, overrides: Mapping[str, Any]) -> Callable[[], Any]:
+    "How a run is evaluated: by its trainer, or by the rewards of the base if the variant changes them."
     if getattr(trainer, "eval_tasks", trainer) is None:
         raise ValueError(
             "The trainer has no held-out tasks: pass evaluate=f(trainer) -> {name: score}."
         )
     if not any(map(REWARD_KEYS.match, overrides)):
-        return trainer
-    config = override(base, {"seed": trainer.config.seed, "filter_groups.enable": False})
-    functions = {}
-    for name, options in config.rewards.functions.items():
-        options = dict(options or {})
-        functions[name] = REWARDS[options.pop("reward", name)](**options)
-    policy = trainer.policy
-    return GRPO(policy, trainer.stream, functions, config, trainer.eval_tasks, reference=policy)
+        return trainer.evaluate
+    seed, e = trainer.config.seed, base.eval
+    rewards = RewardRunner(open_rewards(base.rewards), config=replace(base.rewards.run, seed=seed))
+    weights = weights_by_name(base.advantage.weights, rewards.components)
+    passed = passing_rewards(rewards.components, e.passed, weights)
+    how = e.samples, e.greedy, e.limit, (), weights, passed, seed
+    return lambda: evaluate_policy(trainer.policy, trainer.eval_tasks, rewards, *how)
 
 # %% ../../nbs/lab/06_runs.ipynb #ba370cc4
 def _scores_of(scores) -> dict[str, float]:
@@ -292,8 +296,8 @@ def _build_run(job: Job) -> tuple[Any, Callable[[], dict]]:
     _check_built(trainer, config, overrides | {"seed": job.seed})
     if evaluate:
         return trainer, lambda: _scores_of(evaluate(trainer))
-    judge = _evaluator(trainer, job.base, overrides)
-    return trainer, lambda: _scores_of(judge.evaluate())
+    judge = _judge(trainer, job.base, overrides)
+    return trainer, lambda: _scores_of(judge())
 
 # %% ../../nbs/lab/06_runs.ipynb #c538783a
 def _start_scores(job: Job, evaluate: Callable[[], dict]) -> dict:
