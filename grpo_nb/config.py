@@ -159,6 +159,8 @@ def configuration(
 
     def checked_set(self, name, value):
         given = [*given_keys(self), *_leaf_keys({name: value})]
+        if name in signature.parameters and "_given" in vars(self):  # not while it is being made
+            dataclasses.replace(self, **{name: value})  # the checks between fields
         try:
             set_field(self, name, value)
         except pydantic.ValidationError as e:

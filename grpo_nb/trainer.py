@@ -43,7 +43,7 @@ from .core import Policy, Rollout, seeded
 from .evaluate import EvalConfig, Scores, _parts
 from .evaluate import evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig, check_metrics, warn_of_shaping
-from .metrics import Counters, completion_metrics, merge_rows
+from .metrics import Counters, History, completion_metrics, merge_rows
 from .processes import say
 from .ranking import check_layouts, warn_cancelling_scales
 from .reward_runner import RewardConfig, RewardRunner
@@ -327,6 +327,7 @@ def _count_update(
     )
     self.policy_version += report.done > 0
     self.bad_steps = self.bad_steps + 1 if report.nonfinite and not report.done else 0
+    self.broken = not torch.nn.utils.get_total_norm([*self.policy.parameters()]).isfinite()
 
 # %% ../nbs/method/04_trainer.ipynb #fb00bded
 @patch
@@ -426,10 +427,11 @@ def __init__(
     self.step_done = 0
     self.policy_version = 0  # steps that changed the policy; ages of carried groups count these
     self.bad_steps = 0  # in a row, without a finite update
+    self.broken = False  # whether the weights are no longer finite
     self.seconds_trained = 0.0  # by `fit`, evaluations not counted
     self.counters = Counters()  # work done so far
     self.batch_rows = {"reward": [], "selection": [], "filter": {}}  # of the step under way
-    self.history = []  # one row per step
+    self.history = History()  # one row per step
     self.last = None  # rollout, advantages and report of the last step
     self.goal = c.steps  # where the present `fit` ends
     self.stop = None  # why `fit` is to end, or has ended
@@ -520,6 +522,7 @@ def _check_setup(self: GRPO):
     "Refuse parts that do not fit together, and warn of what cannot learn."
     c = self.config
     functions = {s.name: s.function for s in self.rewards.specs}
+    dataclasses.replace(c.update)  # its sections still fit together, whoever set them
     check_layouts(functions, getattr(self.policy, "parser", None))
     sets = getattr(self.stream, "tasksets", [getattr(self.stream, "tasks", ())])
     held_out = _parts(self.eval_tasks, 1) if self.eval_tasks else {}
@@ -572,7 +575,7 @@ def fit(
         steps = check_number("fit(steps)", steps, 0, whole=True)
     check_callbacks(self.callbacks)  # some may have been added
     self.check_tasks()
-    self.stop = None
+    self.stop, failed = None, False
     try:
         self.notify("on_fit_start")
         self.goal = config.steps if steps is None else self.step_done + steps
@@ -589,7 +592,8 @@ def fit(
                     row |= self.evaluate().metrics()
             finally:  # the step is done, so its row stays
                 self.record(row)
-            if self.bad_steps >= config.max_bad_steps:
+            failed = self.broken or self.bad_steps >= config.max_bad_steps
+            if failed:
                 self.stop = self.diagnosis()
     except Paused:
         pass
@@ -600,7 +604,7 @@ def fit(
         raise
     finally:
         self.notify("on_fit_end")
-    if self.bad_steps >= config.max_bad_steps:
+    if failed:
         raise FloatingPointError(self.stop)
     return self
 
@@ -618,8 +622,11 @@ def diagnosis(self: GRPO) -> str:
     rows = self.history[-10 - self.bad_steps :]
     norms = [f"{r['grad_norm']:.3g}" for r in rows if r.get("grad_norm") is not None]
     lr = self.optimizer.param_groups[0]["lr"]
+    what = f"{self.bad_steps} steps in a row had no finite loss or gradient"
+    if self.broken:
+        what = f"The weights are not finite since step {self.step_done}"
     return (
-        f"{self.bad_steps} steps in a row had no finite loss or gradient, so training stopped after step {self.step_done}. "
+        f"{what}, so training stopped after step {self.step_done}. "
         f"Gradient norms of the last steps: {', '.join(norms[-8:]) or 'none finite'}; learning rate {lr:.3g}. "
         "Lower optimizer.lr or update.max_grad_norm, or look for rewards and weights that are not finite."
     )

@@ -13,16 +13,18 @@ import pytest
 import torch
 
 from grpo_nb.cli import main
-from grpo_nb.config import build_config, describe
+from grpo_nb.config import build_config, describe, override
 from grpo_nb.core import seeded
 from grpo_nb.lab.checkpoint import check_seal, latest
 from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_rewards
 from grpo_nb.lab.record import Run
+from grpo_nb.losses import Clip, LossConfig
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.reward_runner import RewardRunner
 from grpo_nb.stream import TaskStream
 from grpo_nb.tasks import Taskset, data_path, overlap
 from grpo_nb.trainer import GRPO
+from grpo_nb.update import UpdateConfig
 from grpo_nb.verifiers import exact_answer
 
 RIGHT = exact_answer(extract="marker", marker="</think>")
@@ -506,3 +508,58 @@ def test_a_run_that_is_there_is_refused_with_what_the_caller_can_do(tmp_path):
     numbered = GRPO.load(tmp_path / "other", [folder], rewards={"right": RIGHT}).fit()
     numbered.close()
     assert numbered.run.dir.name == "run-2"
+
+
+def test_weights_that_are_not_finite_end_training_and_are_never_saved(tmp_path):
+    trainer = make("steps=9", f"run.dir={tmp_path}/r", "checkpoint.every=1")
+    trainer.fit(2)
+    real = trainer.optimizer.step
+
+    def poisoned():
+        real()
+        next(iter(trainer.policy.parameters())).data.view(-1)[0] = math.nan
+
+    trainer.optimizer.step = poisoned
+    with pytest.raises(FloatingPointError, match="weights are not finite since step 3"):
+        trainer.fit()
+    trainer.close()
+    assert len(trainer.history) == 3
+    assert check_seal(latest(trainer.run.dir / "checkpoints"))["step"] == 2
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_the_history_of_a_long_run_is_whole_and_memory_keeps_a_window(folder, tmp_path):
+    trainer = make("steps=5", *([f"run.dir={tmp_path}/r"] if folder else []))
+    trainer.history.window = 2
+    seen = []
+    trainer.callbacks.append(lambda t, row: seen.append(dict(row)))
+    trainer.fit()
+    assert len(trainer.history.recent) == 2 and len(trainer.history.packed) == (0 if folder else 3)
+    loss = [row["loss"] for row in seen]
+    assert [row["loss"] for row in trainer.history] == loss
+    assert [trainer.history[i]["loss"] for i in (0, -1)] == [loss[0], loss[-1]]
+    assert [row["loss"] for row in trainer.history[1:4]] == loss[1:4]
+    trainer.close()
+
+
+SETTING_LATER = (  # a section, keys that are fine, one that is not beside them
+    (LossConfig, {"clip": Clip(0.2)}, ("ratio_max", 1.1)),
+    (LossConfig, {"policy_loss": "cispo"}, ("ratio_max", 0.2)),
+    (LossConfig, {"policy_loss": "gspo"}, ("level", "sequence")),
+    (UpdateConfig, {"scheme": "on_policy"}, ("num_epochs", 2)),
+    (UpdateConfig, {"loss": LossConfig("kl_cov")}, ("micro_tokens", 8)),
+)
+
+
+@pytest.mark.parametrize("kind, keys, late", SETTING_LATER)
+def test_what_does_not_fit_together_is_refused_when_read_and_when_set(kind, keys, late):
+    name, value = late
+    with pytest.raises(ValueError):
+        kind(**keys, **{name: value})
+    config = kind(**keys)
+    before = getattr(config, name)
+    with pytest.raises(ValueError):
+        setattr(config, name, value)
+    assert getattr(config, name) == before
+    with pytest.raises(ValueError):
+        override(config, {name: value})

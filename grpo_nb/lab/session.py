@@ -39,6 +39,7 @@ from grpo_nb.lab.checkpoint import (
 )
 from .progress import Progress
 from .record import Run, is_run, is_timing
+from ..metrics import History
 from ..processes import say
 from ..stream import fingerprint
 from ..tasks import Task, data_path
@@ -183,7 +184,8 @@ def on_fit_end(self: Session, trainer: GRPO):
         left = getattr(trainer.stream, "left", None)
         self.run.event("ended", step=trainer.step_done, reason=trainer.stop, tasks_left=left)
     try:
-        self._autosave(end=True)
+        if not trainer.broken:
+            self._autosave(end=True)
     except (CheckpointError, OSError):
         self.mark("failed")
         raise
@@ -464,7 +466,9 @@ def _open_record(self: Session):
     sweep(run.dir / "checkpoints")
     if again:
         run.truncate_after(self.trainer.step_done)
-        self.trainer.history = read_jsonl(run.dir / "metrics.jsonl")[0]
+        self.trainer.history = History(run.dir / "metrics.jsonl")
+    elif not self.trainer.history:
+        self.trainer.history.file = run.dir / "metrics.jsonl"
 
 # %% ../../nbs/lab/02_session.ipynb #8ecc23ae
 class _Log(logging.FileHandler):
