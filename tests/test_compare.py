@@ -746,6 +746,7 @@ def test_a_diffusion_policy_is_compared_like_any_other(tmp_path):
     assert first["reward"].nunique() == 1  # the same first batch
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_a_variant_about_rewards_is_judged_by_the_base(tmp_path):
     long = {"rewards.functions.long": {"reward": "length_target", "target": 8}}
     arms = {"base": {"optimizer.lr": 0.0}, "longer": long | {"optimizer.lr": 0.0}}
