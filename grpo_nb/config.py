@@ -158,14 +158,16 @@ def configuration(
         _mark_given(self, _leaf_keys(values))
 
     def checked_set(self, name, value):
-        given = [*given_keys(self), *_leaf_keys({name: value})]
-        if name in signature.parameters and "_given" in vars(self):  # not while it is being made
+        made = "_given" in vars(self)  # what __post_init__ sets is neither given nor checked again
+        given = [*given_keys(self), *_leaf_keys({name: value})] if made else []
+        if made and name in signature.parameters:
             dataclasses.replace(self, **{name: value})  # the checks between fields
         try:
             set_field(self, name, value)
         except pydantic.ValidationError as e:
             raise ValueError(_one_line(e, type(self))) from None
-        _mark_given(self, given)
+        if made:
+            _mark_given(self, given)
 
     checked_init.__signature__ = signature
     cls.__init__ = checked_init
