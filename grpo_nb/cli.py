@@ -24,7 +24,7 @@ from fastcore.docments import docments
 from . import __version__
 from .config import check_number, describe, one_of, override
 from .evaluate import Scores
-from .files import hide_secrets, plain, write_atomic
+from .files import free_path, hide_secrets, plain, write_atomic
 from .integrations.coming_from import read_settings
 from .lab.budgets import Budget, Samples, Seconds, Steps, to_budget
 from .lab.compare import Workers, carry_out, compare
@@ -283,15 +283,6 @@ def _show(study: Study, dir: Path, title: str, shown: Mapping[str, str]) -> Path
     say(f"\nReport: {report} (open it in a browser); every run's record is beside it.")
     return report
 
-# %% ../nbs/07_cli.ipynb #56371515
-def _next_folder(dir: str | Path) -> Path:
-    "The first of dir, dir-2, ... without a finished report."
-    dir, n = Path(dir), 2
-    at = dir
-    while (at / "report.html").exists():
-        at, n = dir.with_name(f"{dir.name}-{n}"), n + 1
-    return at
-
 # %% ../nbs/07_cli.ipynb #6312733f
 def _documented_yaml(config) -> str:
     "A configuration as YAML with the meaning of every key as a comment."
@@ -427,7 +418,8 @@ def _run_command(a: argparse.Namespace) -> int:
         if a.command == "demo":
             a.recipe = data_path("recipes/quickstart.yaml")
             workers = a.threads if a.workers is None else a.workers
-            how = {"dir": _next_folder(a.dir or "runs/demo"), "workers": workers}
+            reported = lambda folder: (folder / "report.html").exists()
+            how = {"dir": free_path(a.dir or "runs/demo", reported), "workers": workers}
         return 130 if _compare(a.recipe, a.overrides, **how)[1] is None else 0
     return 0
 

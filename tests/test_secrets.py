@@ -7,7 +7,7 @@ import torch
 
 from grpo_nb.files import HIDDEN, hide_secrets, refuse_hidden
 from grpo_nb.lab.budgets import Steps
-from grpo_nb.lab.compare import FailedVariant, compare
+from grpo_nb.lab.compare import FailedRun, compare
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.rewards import REWARDS
 from grpo_nb.trainer import GRPO
@@ -192,7 +192,7 @@ def test_compare_trains_with_the_secret_and_stores_none(tmp_path, seen):
     def evaluate(trainer):
         raise RuntimeError(f"{URL} refused the word {WORD!r} and the key {KEY}")
 
-    with pytest.raises(FailedVariant, match="refused the word '<hidden>'"):
+    with pytest.raises(FailedRun, match="refused the word '<hidden>'"):
         compare({"a": {}}, base, seeds=[1], budget=Steps(1), dir=tmp_path / "b", evaluate=evaluate)
     no_secret_in(tmp_path)
     assert KEY not in json.dumps(study.spec) and KEY not in json.dumps(study.runs)

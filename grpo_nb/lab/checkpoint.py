@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from ..config import check_number
-from ..files import pack, sha256, unpack
+from ..files import free_path, pack, sha256, unpack
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #493abb4f
 MANIFEST = "manifest.json"
@@ -52,16 +52,13 @@ def _seal(folder: Path, target: Path, about: Mapping[str, Any]) -> Path:
     files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in paths}
     manifest = folder / MANIFEST
     text = json.dumps({"format": _FORMAT, **about, "files": files}, indent=1)[:-2]
-    manifest.write_text(text + _CHECKSUM + _digest(text) + '"\n}')
+    sealed = hashlib.sha256(text.encode()).hexdigest()
+    manifest.write_text(f'{text}{_CHECKSUM}{sealed}"\n}}')
     for path in (*paths, manifest, folder):
         _to_disk(path)
     os.rename(folder, target)
     _to_disk(target.parent)
     return target
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #cd2e32b4
 def check_seal(folder: str | Path) -> dict:
@@ -69,8 +66,17 @@ def check_seal(folder: str | Path) -> dict:
     folder = Path(folder)
     manifest = _manifest(folder)
     for name, told in manifest["files"].items():
-        if fault := _fault(folder, name, told):
-            raise CheckpointError(fault)
+        path, fault = folder / name, ""
+        if Path(name).name != name or path.is_symlink():
+            fault = f"/{MANIFEST} names {name!r}, not a file in its folder."
+        elif not path.is_file():
+            fault = f"/{name} is missing."
+        elif path.stat().st_size != told.get("bytes"):
+            fault = f"/{name} has {path.stat().st_size} bytes instead of {told.get('bytes')}."
+        elif sha256(path) != told.get("sha256"):
+            fault = f"/{name} was changed: its SHA-256 differs."
+        if fault:
+            raise CheckpointError(folder.name + fault)
     return manifest
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #18d3bbc6
@@ -78,38 +84,21 @@ def _manifest(folder: Path) -> dict:
     "The manifest of a folder, as it was written."
     try:
         text = (folder / MANIFEST).read_bytes().decode()
-        manifest = json.loads(text)
+        manifest = {"metrics": {}, "versions": {}} | json.loads(text)
         if manifest["format"] not in (1, _FORMAT):
-            raise CheckpointError(
-                f"{folder.name!r} has format {manifest['format']!r}, this version reads {_FORMAT}. "
-                "Read it with the version that wrote it."
-            )
+            said = f"format {manifest['format']!r}, this version reads {_FORMAT}"
+            raise ValueError(f"{said}: use the version that wrote it")
         before, sealed, end = text.rpartition(_CHECKSUM)
         if manifest["format"] > 1 or sealed:
-            if end != _digest(before) + '"\n}':
+            if end != hashlib.sha256(before.encode()).hexdigest() + '"\n}':
                 raise ValueError("it was changed, its SHA-256 differs")
-        manifest["step"], manifest["order"], manifest["files"].items()  # are there
-        return {"metrics": {}, "versions": {}} | manifest
+        manifest["step"], manifest["order"]  # are there
+        manifest["files"] = {name: dict(told) for name, told in manifest["files"].items()}
+        return manifest
     except FileNotFoundError:
         raise CheckpointError(f"{folder.name!r} has no {MANIFEST}: it is no checkpoint.") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-        if isinstance(e, CheckpointError):
-            raise
         raise CheckpointError(f"{folder.name}/{MANIFEST} cannot be read: {e}.") from None
-
-
-def _fault(folder: Path, name: str, told: Mapping) -> str:
-    "What is wrong with a file of a checkpoint; empty if nothing is."
-    path = folder / name
-    if Path(name).name != name or path.is_symlink():
-        return f"{folder.name}/{MANIFEST} names {name!r}, not a file in its folder."
-    if not path.is_file():
-        return f"{folder.name}/{name} is missing."
-    size, told = path.stat().st_size, {"bytes": None, "sha256": None} | dict(told)
-    if size != told["bytes"]:
-        return f"{folder.name}/{name} has {size} bytes instead of {told['bytes']}."
-    same = sha256(path) == told["sha256"]
-    return "" if same else f"{folder.name}/{name} was changed: its SHA-256 differs."
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #4878fd00
 def _write_state(folder: Path, state: Mapping[str, Any]):
@@ -195,20 +184,11 @@ def write_checkpoint(
         finite = {k: v for k, v in (metrics or {}).items() if v is not None and math.isfinite(v)}
         order = 1 + (_manifest(known[0])["order"] if known else 0)
         about = {"step": step, "order": order, "metrics": finite, "versions": versions()}
-        return _seal(new, _free_name(root, step), about)
+        return _seal(new, free_path(root / f"step_{step:08d}"), about)
     except OSError as e:
         raise CheckpointError(f"The checkpoint of step {step} could not be written: {e}.") from e
     finally:
         shutil.rmtree(new, ignore_errors=True)
-
-# %% ../../nbs/lab/01_checkpoint.ipynb #f5346168
-def _free_name(root: Path, step: int) -> Path:
-    "step_00000007, or step_00000007-1 if that is there."
-    target, n = root / f"step_{step:08d}", 0
-    while target.exists():
-        n += 1
-        target = root / f"step_{step:08d}-{n}"
-    return target
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #1407fb99
 def prune(

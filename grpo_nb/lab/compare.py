@@ -255,9 +255,7 @@ def compare(
     if study is None:
         spec.dir = _writable("dir", dir)
         with ExitStack() as stack:
-            lock = Lock(spec.dir / "study.lock")
-            lock.acquire()
-            stack.callback(lock.release)
+            stack.enter_context(Lock(spec.dir / "study.lock"))
             if executor is None and workers > 1:
                 executor = stack.enter_context(Workers(workers, spec.threads))
             study = _run_study(spec, executor)

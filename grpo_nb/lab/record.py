@@ -28,7 +28,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..config import one_of
-from ..files import Appender, Lock, hide_secrets, json_line, plain, read_jsonl
+from ..files import Appender, Lock, free_path, hide_secrets, json_line, plain, read_jsonl
 from ..files import secret_texts, write_atomic
 from .frames import flat_keys, metric_row, rows_to_frame, sample_rows, sample_view
 
@@ -61,39 +61,30 @@ def _packages() -> dict[str, str]:
             found[name] = version(name)
     return found
 
-# %% ../../nbs/lab/01_record.ipynb #89400b3f
-def _code_sha256() -> str:
-    code = hashlib.sha256()
-    for file in sorted(Path(sys.modules["grpo_nb"].__file__).parent.rglob("*.py")):
-        code.update(file.read_bytes())
-    return code.hexdigest()
-
-
-def _torch_state() -> dict:
-    import torch
-
-    cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "devices": torch.cuda.device_count() if cuda else 0,
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "tf32": torch.backends.cuda.matmul.allow_tf32 if cuda else False,
-    }
-
 # %% ../../nbs/lab/01_record.ipynb #54fd2470
 def environment(seeds: Any = None) -> dict:
     "Code, packages, device, threads and seeds of this process, as plain data."
+    import torch
+
+    code, cuda = hashlib.sha256(), torch.cuda.is_available()
+    for file in sorted(Path(sys.modules["grpo_nb"].__file__).parent.rglob("*.py")):
+        code.update(file.read_bytes())
     affinity = getattr(os, "sched_getaffinity", None)
     return {
         "git": _git_state(),
-        "code_sha256": _code_sha256(),
+        "code_sha256": code.hexdigest(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpus": len(affinity(0)) if affinity else os.cpu_count(),
         "packages": _packages(),
         "seeds": plain(seeds, "seeds"),
-        "torch": _torch_state(),
+        "torch": {
+            "device": torch.cuda.get_device_name() if cuda else "cpu",
+            "devices": torch.cuda.device_count(),
+            "threads": torch.get_num_threads(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "tf32": torch.backends.cuda.matmul.allow_tf32,
+        },
     }
 
 # %% ../../nbs/lab/01_record.ipynb #084f034f
@@ -308,7 +299,7 @@ def __exit__(self: Run, kind, error, trace) -> None:
 def _start(self: Run, new: bool = False) -> None:
     "Become the writer."
     if self._lock is not None:
-        if not self._lock.held:
+        if not self._lock.is_locked:
             raise ValueError(f"Run {self.name!r} is closed; Run.open(dir) gives one that goes on.")
         return
     lock = Lock(self.dir / "lock")
@@ -380,7 +371,7 @@ def create(
         raise ValueError(f"A configuration is a mapping or a dataclass, got {config!r}.")
     again = resume and is_run(dir)
     run = cls(dir if again else _free_folder(dir, if_exists))
-    run._secrets = secret_texts(given, config)
+    run._secrets = secret_texts(given)
     run.dir.mkdir(parents=True, exist_ok=True)
     run._start(new=not again)
     run._describe(config, name or run.dir.name, seeds, parts)
@@ -396,17 +387,12 @@ def create(
 # %% ../../nbs/lab/01_record.ipynb #5bb8e91c
 def _free_folder(dir: Path, if_exists: str) -> Path:
     "The directory, or a numbered one beside it if there is a run."
-    if not is_run(dir):
-        return dir
-    if if_exists == "raise":
+    if is_run(dir) and if_exists == "raise":
         raise FileExistsError(
             f"{str(dir)!r} holds a run. To continue it: GRPO.load({str(dir)!r}), run.if_exists=resume, or Run.create(dir, "
             "..., resume=True). For a run beside it: another directory, or if_exists=number."
         )
-    number = 2
-    while is_run(free := dir.with_name(f"{dir.name}-{number}")):
-        number += 1
-    return free
+    return free_path(dir, is_run)
 
 # %% ../../nbs/lab/01_record.ipynb #e442e656
 @patch
@@ -494,7 +480,7 @@ def close(
     state: str | None = None,  # finished, failed, interrupted or stopped; None: as it was marked
 ) -> None:
     "Write the final status, finish wandb, give the lock back; a second call does nothing."
-    if self._lock is None or not self._lock.held:
+    if self._lock is None or not self._lock.is_locked:
         return
     if state is None:
         state = self._status["state"]
@@ -510,16 +496,6 @@ def close(
     finally:
         self._finalizer()
 
-# %% ../../nbs/lab/01_record.ipynb #03798650
-def _keep_until(path: Path, step: int) -> int:
-    "Rewrite a file without the rows of later steps and without broken ones; says how many."
-    rows, broken = read_jsonl(path)
-    keep = [r for r in rows if type(r.get("step")) is int and r["step"] <= step]
-    removed = len(rows) + len(broken) - len(keep)
-    if removed:
-        write_atomic(path, b"".join(map(json_line, keep)))
-    return removed
-
 # %% ../../nbs/lab/01_record.ipynb #1871e2fd
 @patch
 def truncate_after(
@@ -530,11 +506,15 @@ def truncate_after(
     self._start()
     removed = {}
     for name in ("metrics", "samples"):
-        self._files[name].write()
-        self._files[name].close()
-        if n := _keep_until(self._files[name].path, step):
+        file = self._files[name]
+        file.write()
+        file.close()
+        rows, broken = read_jsonl(file.path)
+        keep = [r for r in rows if type(r.get("step")) is int and r["step"] <= step]
+        if n := len(rows) + len(broken) - len(keep):
+            write_atomic(file.path, b"".join(map(json_line, keep)))
             removed[name] = n
-        self._files[name] = Appender(self._files[name].path)
+        self._files[name] = Appender(file.path)
     self._last = (self._files["metrics"].last or {}).get("step")
     if removed:
         self.event("truncate", step=step, removed=removed)

@@ -344,8 +344,7 @@ def _short_trace(error: BaseException) -> str:
 # %% ../../nbs/lab/06_runs.ipynb #4ac8f20a
 def result_of(job: Job, **facts) -> dict:
     "The record of a run: facts are status, error, curve and what else is known."
-    told = [base_changes(job.base), job.overrides]
-    quoted = secret_texts(told, hide_secrets(told))
+    quoted = secret_texts([base_changes(job.base), job.overrides])
     facts["error"] = hide_secrets(facts.get("error"), known=quoted)
     names = ("key", "phase", "variant", "seed", "overrides")
     known = {"status": "done", "error": None, "ended": None}

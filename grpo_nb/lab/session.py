@@ -8,7 +8,6 @@ __all__ = ['IGNORED', 'RunConfig', 'CheckpointConfig', 'Interrupts', 'Session', 
 
 # %% ../../nbs/lab/02_session.ipynb #7c9c1b3b
 import contextlib
-import dataclasses
 import hashlib
 import inspect
 import logging
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from ..config import Count, Natural, NonNegative, _with_key, config_tree, configuration
 from ..core import Rollout
-from ..files import hide_secrets, plain, read_jsonl
+from ..files import hide_secrets, leaves, plain, read_jsonl
 from grpo_nb.lab.checkpoint import (
     CheckpointError,
     check_seal,
@@ -556,19 +555,9 @@ def _save_state(
 # %% ../../nbs/lab/02_session.ipynb #bf326cfe
 def functions_in(
     config,  # a configuration, or a part of it
-    key: str = "",  # of the part
 ) -> dict[str, str]:  # full key: name of the function
     "The functions of a configuration: a checkpoint keeps their names, never their code."
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        config = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    if isinstance(config, (list, tuple)):
-        config = dict(enumerate(config))
-    if isinstance(config, Mapping):
-        found = {}
-        for k, v in config.items():
-            found |= functions_in(v, f"{key}.{k}" if key else str(k))
-        return found
-    return {key: function_name(config)} if callable(config) else {}
+    return {key: function_name(value) for key, value in leaves(config) if callable(value)}
 
 # %% ../../nbs/lab/02_session.ipynb #5245769f
 @patch
