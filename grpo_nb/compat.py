@@ -35,13 +35,9 @@ def sample_with_trajectory(
 ) -> dict:  # "samples", "latents_sequence" (N, S + 1, ...), "timesteps_sequence" (N, S), "log_prob" (N, S), "rollout"
     "`policy.sample`, with the original's keys."
     r = policy.sample(tasks, num_generations, generator)
-    return {
-        "samples": r.outputs,
-        "latents_sequence": r.states["latents"],
-        "timesteps_sequence": r.states["time"],
-        "log_prob": r.old_logp_NS,
-        "rollout": r,
-    }
+    latents, steps = r.states["latents"], r.states["time"]
+    found = {"samples": r.outputs, "latents_sequence": latents, "timesteps_sequence": steps}
+    return found | {"log_prob": r.old_logp_NS, "rollout": r}
 
 
 def get_batch_log_prob(
@@ -94,31 +90,23 @@ def make_safe_relevance_func(
 def make_safe_safety_func(
     rec_num: int,  # K
     safety_oracle: SafetyOracle,  # what is risky
-    lambda_safe: float = 1.0,  # weight of safety
-    penalty_safe: float = 1.0,  # size of one violation at rank 1
-    variant: str = "log_decay",  # of relevance; the number is the same for all
-    **options,  # of `make_safety_reward`
+    **options,  # lambda_safe, penalty_safe and others of `make_safety_reward`
 ) -> Callable[..., list[list[float]]]:
     "`make_safety_reward` with a parser of its own."
-    parser = ListParser(rec_num)
-    return make_safety_reward(parser, safety_oracle, lambda_safe, penalty_safe, **options)
+    return make_safety_reward(ListParser(rec_num), safety_oracle, **options)
 
 
 def make_safe_reward_func(
     rec_num: int,  # K
     gt_catalog: Iterable,  # films that exist
     safety_oracle: SafetyOracle,  # what is risky
-    lambda_safe: float = 1.0,  # weight of safety
-    penalty_safe: float = 1.0,  # size of one violation at rank 1
     variant: str = "log_decay",  # relevance variant
-    **options,  # of `make_safe_reward`
+    **options,  # lambda_safe, penalty_safe and others of `make_safe_reward`
 ) -> Callable[..., list[list[float]]]:
     "`make_safe_reward` with a parser of its own."
-    scales = dict(lambda_safe=lambda_safe, penalty_safe=penalty_safe)
-    parser = ListParser(rec_num, gt_catalog)
-    return make_safe_reward(parser, safety_oracle, variant, **scales, **options)
+    return make_safe_reward(ListParser(rec_num, gt_catalog), safety_oracle, variant, **options)
 
 
 make_safe_relevance_func_individual = partial(make_safe_relevance_func, variant="exp_inf")
-make_safe_safety_func_individual = partial(make_safe_safety_func, variant="exp_inf")
+make_safe_safety_func_individual = make_safe_safety_func  # the same for every variant
 make_safe_reward_func_individual = partial(make_safe_reward_func, variant="exp_inf")

@@ -13,7 +13,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,6 +158,10 @@ def _register_lines(name: str, ylabel: str, metrics: Mapping[str, str] | str, **
     "A panel that draws lines of metrics."
     PANELS.register(name)(lambda frame: Panel(ylabel, _logged(frame, metrics), **look))
 
+
+_FROM_ZERO = {"ylim": (0, None)}
+_SHARE = {"ylim": (0, 1)}
+
 # %% ../../nbs/lab/02_plots.ipynb #1639b016
 @PANELS.register("reward")
 def _reward(frame) -> Panel:
@@ -170,8 +174,6 @@ def _reward(frame) -> Panel:
     return Panel("reward", lines, {k: x for k, x in stds.items() if x is not None})
 
 
-_FROM_ZERO = {"ylim": (0, None)}
-_SHARE = {"ylim": (0, 1)}
 _register_lines("pass_at_k", "pass@k", r"eval_(.*pass@\d+)", **_SHARE)
 _register_lines("reward_faults", "samples per step", r"reward/(.+/(?:n_error|n_timeout|n_none))")
 
@@ -374,13 +376,13 @@ def _named(runs) -> Mapping[str, Any]:
     return found
 
 # %% ../../nbs/lab/02_plots.ipynb #8d33690d
-def _finish(ax, xlabel: str, ylabel: str, empty: bool):
+def _finish(ax, xlabel: str, ylabel: str, empty: bool = False):
     "Labels and legend, or a word where there is nothing to show."
     ax.set_xlabel(label_of(xlabel), fontsize=9)
     ax.set_ylabel(label_of(ylabel), fontsize=9)
     if empty:
         ax.text(0.5, 0.5, "nothing to plot", transform=ax.transAxes, ha="center", **_QUIET)
-    else:
+    elif ax.lines:
         ax.legend(fontsize=9, frameon=False)
     return ax.figure
 
@@ -396,17 +398,15 @@ def plot_pass_rates(
     table = samples.loc[samples.mean(axis=1).sort_values(ascending=False, kind="stable").index]
     _, (ax,) = make_figure(row_height=3.0)
     if table.empty:
-        return _finish(ax, "step", "task (by mean)", True)
+        return _finish(ax, "step", "task (by mean)", empty=True)
     ax.set_facecolor("0.85")
     ax.grid(False)
     look = {"aspect": "auto", "cmap": "viridis", "interpolation": "nearest"}
     image = ax.imshow(np.ma.masked_invalid(table.to_numpy(float)), vmin=0, vmax=1, **look)
-    at = np.unique(np.linspace(0, table.shape[1] - 1, min(table.shape[1], 7)).round().astype(int))
+    at = range(0, table.shape[1], -(-table.shape[1] // 7))
     ax.set_xticks(at, [str(table.columns[i]) for i in at])
-    ax.set_xlabel("step", fontsize=9)
-    ax.set_ylabel("task (by mean)", fontsize=9)
     ax.figure.colorbar(image, ax=ax, label="pass rate" if by == "reward" else label_of(by))
-    return ax.figure
+    return _finish(ax, "step", "task (by mean)")
 
 # %% ../../nbs/lab/02_plots.ipynb #39a5ee68
 class LivePlot:
@@ -417,20 +417,9 @@ class LivePlot:
         run,  # as `plot_run` takes it
         every: float = 5.0,  # least seconds between two drawings
         panels: Sequence[str] | None = None,
-        show: Callable | None = None,  # None = IPython.display.display
     ):
-        self.run, self.every, self.panels, self.show = run, every, panels, show
+        self.run, self.every, self.panels = run, every, panels
         self.handle, self.due = None, 0.0
-
-    def _draw(self) -> None:
-        figure = plot_run(self.run, self.panels)
-        if self.handle is not None:
-            return self.handle.update(figure)
-        if self.show is None:
-            from IPython.display import display
-
-            self.show = display
-        self.handle = self.show(figure, display_id=True)
 
 # %% ../../nbs/lab/02_plots.ipynb #d8e978fa
 @patch
@@ -440,7 +429,13 @@ def update(self: LivePlot) -> bool:  # whether it was drawn
     if begin < self.due:
         return False
     try:
-        self._draw()
+        from IPython.display import display
+
+        figure = plot_run(self.run, self.panels)
+        if self.handle is None:
+            self.handle = display(figure, display_id=True)
+        else:
+            self.handle.update(figure)
     except Exception as e:
         self.due = math.inf
         warnings.warn(f"the live plot stopped: {type(e).__name__}: {e}", stacklevel=2)

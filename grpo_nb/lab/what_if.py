@@ -6,7 +6,6 @@
 __all__ = ['read_samples', 'WhatIf', 'what_if']
 
 # %% ../../nbs/lab/03_what_if.ipynb #f1c30209
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 
-from ..advantages import ADVANTAGES, AdvantageConfig, compute_advantages
+from ..advantages import AdvantageConfig, compute_advantages
 from ..config import one_of
 from ..files import read_jsonl
 from ..filter_groups import expected_gen_batches, varies
@@ -33,7 +32,7 @@ def read_samples(
     group_size: int | None = None,  # samples per prompt, where no group is stored; None: found
 ):  # DataFrame: step, group, prompt, completion, components, maybe advantage
     "The stored samples of a run; `attrs['components']` names the rewards, None in them is NaN."
-    frame = source.copy() if hasattr(source, "columns") else _read_files(source)
+    frame = source if hasattr(source, "columns") else _read_files(source)
     frame = frame.rename(columns={"input": "prompt", "output": "completion"})
     own = [k.removeprefix("rewards/") for k in frame if k.startswith("rewards/")]
     frame = frame.drop(columns=own, errors="ignore")  # a reward may be called like a column of ours
@@ -63,20 +62,21 @@ def _read_files(source: Any):
     "The rows of a run, of parquet files or of JSONL files, in the order of their steps."
     import pandas as pd
 
-    if isinstance(source, Run) or is_run(Path(source)):
-        return (source if isinstance(source, Run) else Run.open(source)).samples()
+    if isinstance(source, Run):
+        return source.samples()
     path = Path(source)
+    if is_run(path):
+        return Run(path).samples()
     inside = [*path.glob("*.parquet"), *path.glob("*.jsonl")] if path.is_dir() else [path]
     if not inside or not path.exists():
         raise ValueError(
             f"No samples in {str(source)!r}: give a run directory, TRL's completions folder or verl's rollout dump."
         )
-    read = lambda p: (
+    tables = [
         pd.read_parquet(p) if p.suffix == ".parquet" else pd.DataFrame(read_jsonl(p)[0])
-    )
-    return pd.concat([read(p) for p in inside], ignore_index=True).sort_values(
-        "step", kind="stable"
-    )
+        for p in inside
+    ]
+    return pd.concat(tables, ignore_index=True).sort_values("step", kind="stable")
 
 
 def _components(frame) -> list[str]:
@@ -96,7 +96,7 @@ def _numeric(values) -> bool:
 # %% ../../nbs/lab/03_what_if.ipynb #7ce0aaf4
 def _find_groups(frame, group_size: int | None) -> np.ndarray:  # one number per sample
     "Groups from neighbours with equal prompts."
-    key = frame["step"].astype(str) + "/" + frame["prompt"].map(_text)
+    key = frame["step"].astype(str) + "/" + frame["prompt"].map(str)
     run = key.ne(key.shift()).cumsum().to_numpy()
     lengths = np.bincount(run)[1:]
     if group_size is None:
@@ -108,16 +108,11 @@ def _find_groups(frame, group_size: int | None) -> np.ndarray:  # one number per
     return np.unique(np.stack([run, part]), axis=1, return_inverse=True)[1].reshape(-1)
 
 
-def _text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
-
-
 def _without_repeats(frame):
     "Equal tables of consecutive steps once."
     told = frame.drop(columns=["step", "advantage"], errors="ignore").map(str)
     tables = {s: told[frame["step"] == s].to_numpy().tolist() for s in frame["step"].unique()}
-    steps = list(tables)
-    fresh = [s for i, s in enumerate(steps) if i == 0 or tables[s] != tables[steps[i - 1]]]
+    fresh = [s for s, before in zip(tables, [None, *tables]) if tables[s] != tables.get(before)]
     return frame[frame["step"].isin(fresh)].reset_index(drop=True)
 
 # %% ../../nbs/lab/03_what_if.ipynb #2aa2f8e1
@@ -133,10 +128,6 @@ class WhatIf:
     def group(self, number: int = 0):  # DataFrame
         "One group: completions, rewards, and the advantage under every estimator."
         found = self.samples[self.samples["group"] == number]
-        if found.empty:
-            raise ValueError(
-                f"There is no group {number}; they are 0 to {self.samples['group'].max()}."
-            )
         shown = [k for k in ("step", "prompt", "completion") if k in found]
         return found[[*shown, *self.components, *self.estimators]]
 
@@ -150,31 +141,23 @@ def what_if(
     group_size: int | None = None,  # see `read_samples`
 ) -> WhatIf:
     "Recompute advantages and filtering from the stored samples of a run, without a model."
-    arms = advantage if isinstance(advantage, Mapping) else _configs(advantage, weights)
+    arms = advantage
+    if not isinstance(arms, Mapping):
+        modes = [advantage] if isinstance(advantage, str) else advantage
+        arms = {mode: AdvantageConfig(mode=mode, weights=weights) for mode in modes}
     frame = read_samples(run, components, group_size)
     names = frame.attrs["components"]
     if filter_groups is not None:
-        one_of(
-            "metric of the filter",
-            filter_groups,
-            [k for k in frame if k not in _NOT_REWARDS and _numeric(frame[k])],
-        )
+        numbers = [k for k in frame if k not in _NOT_REWARDS and _numeric(frame[k])]
+        one_of("metric of the filter", filter_groups, numbers)
     rename = {"advantage": "stored"} if "advantage" in frame else {}
     frame = frame.rename(columns=rename)
-    frame["reward"] = (frame[names].fillna(0) * [(weights or {}).get(k, 1.0) for k in names]).sum(
-        axis=1
-    )
+    weight = [(weights or {}).get(k, 1.0) for k in names]
+    frame["reward"] = (frame[names].fillna(0) * weight).sum(axis=1)
     for arm, config in arms.items():
         values = [_advantages(part, names, config) for _, part in frame.groupby("step", sort=False)]
         frame[arm] = np.concatenate(values)
     return WhatIf(frame, names, [*rename.values(), *arms], filter_groups)
-
-
-def _configs(advantage: str | Sequence[str], weights) -> dict[str, AdvantageConfig]:
-    modes = [advantage] if isinstance(advantage, str) else list(advantage)
-    for mode in modes:
-        one_of("estimator", mode, ADVANTAGES)
-    return {mode: AdvantageConfig(mode=mode, weights=weights) for mode in modes}
 
 
 def _advantages(part, names: list[str], config: AdvantageConfig) -> np.ndarray:
@@ -209,10 +192,8 @@ def _deciding(self: WhatIf, estimator: str) -> dict[str, float]:
     x = (x - x.groupby(frame["group"]).transform("mean")).to_numpy()
     a = frame[estimator].fillna(0).to_numpy()
     beta = np.linalg.lstsq(x, a, rcond=None)[0]
-    var = (a * a).sum()
-    return dict(
-        zip(names, beta * (x * a[:, None]).sum(0) / var if var else np.full(len(names), np.nan))
-    )
+    var = (a * a).sum() or np.nan
+    return dict(zip(names, beta * (x * a[:, None]).sum(0) / var))
 
 # %% ../../nbs/lab/03_what_if.ipynb #456742b8
 @patch
@@ -220,9 +201,8 @@ def groups(self: WhatIf):  # DataFrame, a row per group: step, size, mean, state
     "Groups as a filter sees them: varied, all right (constant at the best value seen), all wrong (constant below)."
     name = self.metric or "reward"
     values, first = self.samples[name], self.samples.groupby("group")
-    kept = varies(
-        torch.tensor(values.to_numpy(float)), torch.tensor(self.samples["group"].to_numpy())
-    ).numpy()
+    ids = torch.tensor(self.samples["group"].to_numpy())
+    kept = varies(torch.tensor(values.to_numpy(float)), ids).numpy()
     out = first.agg(step=("step", "first"), size=(name, "size"), mean=(name, "mean")).reset_index()
     constant = np.where(out["mean"] >= values.max() - 1e-9, "all right", "all wrong")
     return out.assign(state=np.where(kept, "varied", constant))
@@ -270,10 +250,6 @@ def _plot_pair(ax, frame, x: str, y: str):
     other = np.sign(a.round(6)) != np.sign(b.round(6))
     ax.plot(a[~other], b[~other], "o", ms=4, alpha=0.4, color=COLORS[0], mew=0)
     ax.plot(a[other], b[other], "o", ms=4, alpha=0.7, color=COLORS[1], mew=0)
-    ax.set(
-        xlabel=f"advantage, {x}",
-        ylabel=f"advantage, {y}",
-        xlim=(-limit, limit),
-        ylim=(-limit, limit),
-    )
+    ax.set(xlabel=f"advantage, {x}", ylabel=f"advantage, {y}")
+    ax.set(xlim=(-limit, limit), ylim=(-limit, limit))
     ax.set_title(f"{other.mean():.0%} of the samples change sign", fontsize=9)
