@@ -89,8 +89,7 @@ def evaluate(
     "How many greedy and sampled completions pass; training that goes on later is not touched."
     samples = check_number("evaluate(samples)", samples, 0, whole=True)
     for i in k:
-        if not 1 <= check_number("evaluate(k)", i, 1, whole=True) <= samples:
-            raise ValueError(f"pass@k needs 1 <= k <= samples, got k={i}, samples={samples}.")
+        check_number("k of pass@k", i, 1, samples, whole=True)
     if not samples and not greedy:
         raise ValueError("Nothing to evaluate: eval.samples=0 and eval.greedy=false.")
     parts = _parts(tasks, limit)

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ import pydantic
 import torch
 from fastcore.basics import patch
 
-from .config import Count, Natural, Positive, Share, configuration, override, unknown_name
+from .config import Count, Natural, Positive, Share, configuration, one_of, override
 from .core import Rollout, seed_of
 from .reward_workers import WorkerPool
 from grpo_nb.rewards import (
@@ -98,13 +99,12 @@ _COUNTS = ("n_ok", "n_none", "n_error", "n_timeout", "n_nonfinite")
 
 
 class _RewardRecord:
-    "Values and outcomes of one batch."
+    "Rewards and outcomes of one batch, by component and sample."
 
     def __init__(self, components: Sequence[str], n: int, config: RewardConfig):
-        self.components, self.config = list(components), config
-        shape = (n, len(self.components))
-        self.values = np.full((*shape, 1), np.nan)  # (N, R, K)
-        self.outcomes_NR, self.ms_NR = np.full(shape, "", object), np.zeros(shape)
+        self.components, self.n, self.config = list(components), n, config
+        of_all = lambda x: [[x] * n for _ in components]
+        self.cells_RN, self.outcomes_RN, self.ms_RN = of_all([np.nan]), of_all(""), of_all(0.0)
         self.failures: list[Failure] = []
         self.metrics: dict[str, list] = {}  # what functions gave to log_metric
         self.extra: list[dict] = [{} for _ in range(n)]  # and to log_extra, per sample
@@ -119,11 +119,10 @@ def add(
 ) -> None:
     "File a result; raises RewardError where the run must stop."
     values = result.values or [[[np.nan]] * len(columns)] * len(rows)  # (n, R, K)
-    self._widen(len(values[0][0]), columns[0])
     for n, sample in zip(rows, values):
-        for r, value in zip(columns, sample):
-            self.values[n, r] = self._file(n, r, value, result)
-            self.ms_NR[n, r] = result.ms
+        for r, cell in zip(columns, sample):
+            self.cells_RN[r][n] = self._file(n, r, cell, result)
+            self.ms_RN[r][n] = result.ms
     for name, numbers in result.logged.get("metrics", {}).items():
         name = f"reward/{self.components[columns[0]]}/{name}"
         self.metrics.setdefault(name, []).extend(numbers)
@@ -133,20 +132,23 @@ def add(
 
 # %% ../nbs/method/03_reward_runner.ipynb #992fe5f6
 @patch
-def _widen(self: _RewardRecord, ranks: int, r: int) -> None:
-    "Make room for rows of K ranks, and a number counts at each; rows of another length are a RewardError."
-    have = self.values.shape[2]
-    if have == 1 < ranks:
-        self.values = np.repeat(self.values, ranks, 2)
-    elif 1 < ranks != have:
+def table(self: _RewardRecord) -> np.ndarray:  # (N, R, K)
+    "The rewards; a number counts at each rank, and rows of different lengths are a RewardError."
+    ranks = {}
+    for name, cells in zip(self.components, self.cells_RN):
+        ranks |= {k: name for k in set(map(len, cells)) - {1}}
+    if len(ranks) > 1:
+        got = " and ".join(f"{k} from {name!r}" for k, name in sorted(ranks.items()))
         raise RewardError(
-            f"Rows must have one number of ranks K, got {have} and, from {self.components[r]!r}, {ranks}. Pad short "
-            "lists with None."
+            f"Rows must have one number of ranks K, got {got}. Pad short lists with None."
         )
+    k = max(ranks, default=1)
+    wide = [[cell if len(cell) == k else cell * k for cell in cells] for cells in self.cells_RN]
+    return np.array(wide, float).reshape(len(wide), self.n, k).swapaxes(0, 1)
 
 # %% ../nbs/method/03_reward_runner.ipynb #ce993cb9
 @patch
-def _file(self: _RewardRecord, n: int, r: int, value: list[float], result: CallResult) -> Any:
+def _file(self: _RewardRecord, n: int, r: int, value: list[float], result: CallResult) -> list:
     "Note the outcome for sample n and component r, and give back what stands there under its policy."
     name, outcome, message = self.components[r], result.outcome, result.message
     if outcome == "ok" and any(abs(x) > _FLOAT32_MAX for x in value):
@@ -154,7 +156,7 @@ def _file(self: _RewardRecord, n: int, r: int, value: list[float], result: CallR
         message = f"expected finite float32 numbers, got {_shown(value if value[1:] else value[0])}"
     elif outcome == "ok" and all(x != x for x in value):
         outcome, message = "none", "it returned None or NaN, and on_none is 'raise'"
-    self.outcomes_NR[n, r] = outcome
+    self.outcomes_RN[r][n] = outcome
     if outcome == "ok":
         return value
     if outcome not in ("none", "shape"):
@@ -165,7 +167,7 @@ def _file(self: _RewardRecord, n: int, r: int, value: list[float], result: CallR
         hint = "" if policy == "shape" else f" Use on_{outcome}='skip' (NaN) or a number to go on."
         raise RewardError(where + hint) from result.error
     self._stop_if_most_fail(name, result.error)
-    return np.nan if policy == "skip" else float(policy)
+    return [np.nan if policy == "skip" else float(policy)]
 
 # %% ../nbs/method/03_reward_runner.ipynb #cbf3c669
 @patch
@@ -177,26 +179,24 @@ def failed(self: _RewardRecord, name: str) -> list[Failure]:
 @patch
 def _stop_if_most_fail(self: _RewardRecord, name: str, error: BaseException | None) -> None:
     "A RewardError once a component fails on too much of the batch."
-    n, failed = len(self.values), self.failed(name)
-    if len(failed) > self.config.max_error_share * n:
+    failed = self.failed(name)
+    if len(failed) > self.config.max_error_share * self.n:
         causes = Counter(f.message.split(" (line")[0] for f in failed)
         raise RewardError(
-            f"Reward {name!r} failed on {len(failed)} of {n} samples, more than max_error_share="
+            f"Reward {name!r} failed on {len(failed)} of {self.n} samples, more than max_error_share="
             f"{self.config.max_error_share:g}. Most frequent: {causes.most_common(1)[0][0]}."
         ) from error
 
 # %% ../nbs/method/03_reward_runner.ipynb #dc1c95d9
 @patch
-def _outcome_metrics(self: _RewardRecord) -> dict[str, float]:
+def _outcome_metrics(self: _RewardRecord, table: np.ndarray) -> dict[str, float]:
     "How often each outcome occurred, by component, and its milliseconds per sample."
-    gaps = np.isnan(self.values).all((1, 2))
     out = {name: float(np.mean(x)) for name, x in self.metrics.items()}
-    out["reward/n_no_component"] = int(gaps.sum())
-    for r, name in enumerate(self.components):
-        seen = Counter(self.outcomes_NR[:, r])
-        ms = self.ms_NR[:, r] if len(gaps) else np.array([np.nan])
-        p50, p95 = np.percentile(ms, [50, 95])
-        times = {"mean_ms": ms.mean(), "p50_ms": p50, "p95_ms": p95, "max_ms": ms.max()}
+    out["reward/n_no_component"] = int(np.isnan(table).all((1, 2)).sum())
+    for name, outcomes, ms in zip(self.components, self.outcomes_RN, self.ms_RN):
+        seen = Counter(outcomes)
+        p50, p95, most = np.percentile(ms or [np.nan], [50, 95, 100])
+        times = {"mean_ms": np.mean(ms or np.nan), "p50_ms": p50, "p95_ms": p95, "max_ms": most}
         out |= {f"reward/{name}/{k}": seen[k[2:]] for k in _COUNTS}
         out |= {f"reward/{name}/{k}": float(v) for k, v in times.items()}
     return out
@@ -207,9 +207,7 @@ class RewardRunner(contextlib.AbstractContextManager):
 
     def __init__(
         self,
-        functions: Callable
-        | Sequence[Callable]
-        | Mapping[str, Callable],  # one, several, or by name
+        functions: Callable | Sequence[Callable] | Mapping[str, Callable],
         config: RewardConfig | None = None,  # how they are run
         **options,  # fields of RewardConfig, which win over `config`
     ):
@@ -218,16 +216,14 @@ class RewardRunner(contextlib.AbstractContextManager):
         self.config = override(config or RewardConfig(), options)
         self.specs = _named_specs(functions)
         self.components = [label for s in self.specs for label in s.labels()]
-        self._check_policies()
-        places = iter(range(len(self.components)))
-        self.columns = [[next(places) for _ in s.labels()] for s in self.specs]
+        for outcome in ("error", "timeout", "nonfinite", "none"):
+            setting = getattr(self.config, f"on_{outcome}")
+            for name in setting if isinstance(setting, Mapping) else ():
+                one_of(f"reward component in on_{outcome}", name, self.components)
+        self.columns = [[self.components.index(x) for x in s.labels()] for s in self.specs]
         self.pooled = [i for i, s in enumerate(self.specs) if s.own_process or self.config.workers]
         self.batches = 0
-        self.trainer_state = {
-            "global_step": 0,
-            "max_steps": 0,
-            "epoch": 0.0,
-        }  # for functions that ask
+        self.trainer_state = {"global_step": 0, "max_steps": 0, "epoch": 0.0}  # who asks gets it
         self.task_columns: dict = {}  # that some task has
         self.silent: set[str] = set()  # components that were None for a whole batch, told once
         self.failures: list[Failure] = []  # of the last batch
@@ -258,17 +254,6 @@ def _named_specs(functions: Any) -> list[RewardSpec]:
             f"Each reward needs a name of its own, got {labels}. Give a dict: {{'name': function}}."
         )
     return specs
-
-
-@patch
-def _check_policies(self: RewardRunner) -> None:
-    "Refuse policies of unknown components."
-    for outcome in ("error", "timeout", "nonfinite", "none"):
-        setting = getattr(self.config, f"on_{outcome}")
-        for name in setting if isinstance(setting, Mapping) else ():
-            if name not in self.components:
-                what = f"reward component in on_{outcome}"
-                raise ValueError(unknown_name(what, name, self.components))
 
 # %% ../nbs/method/03_reward_runner.ipynb #ca749696
 @patch
@@ -301,8 +286,9 @@ def __call__(
         self.failures = record.failures
         if n:  # an empty batch has no tasks, hence no columns to check
             self._score(record, columns, n)
-        self._count(record)
-        values = torch.from_numpy(record.values).float().to(rollout.group_N.device)
+        table = record.table()
+        self._count(record, table)
+        values = torch.from_numpy(table).float().to(rollout.group_N.device)
         per_rank = values.shape[2] > 1
         named = {
             "reward_names": tuple(self.components),
@@ -328,18 +314,17 @@ def _score(self: RewardRunner, record: _RewardRecord, columns: dict, n: int) -> 
             record.add(self.columns[self.pooled[which]], rows, result)
 
         self.pool.run([args[i] for i in self.pooled], n, add)
-    for i, spec in enumerate(self.specs):
-        done = n if i in self.pooled else 0
-        for result in evaluate_reward(spec, args[i], n, spec.form == "single") if done < n else ():
+    for i in sorted(set(range(len(args))) - set(self.pooled)):
+        rows = iter(range(n))
+        for result in evaluate_reward(self.specs[i], args[i], n, self.specs[i].form == "single"):
             if result is not None:
-                record.add(self.columns[i], range(done, done + result.n), result)
-                done += result.n
+                record.add(self.columns[i], list(islice(rows, result.n)), result)
 
 # %% ../nbs/method/03_reward_runner.ipynb #b289ad26
 @patch
-def _count(self: RewardRunner, record: _RewardRecord) -> None:
+def _count(self: RewardRunner, record: _RewardRecord, table: np.ndarray) -> None:
     "Update the metrics of this batch, and warn about failures and of rewards that say nothing."
-    self.last, n = record._outcome_metrics(), len(record.values)
+    self.last, n = record._outcome_metrics(table), record.n
     for name in self.components:
         if n and self.last[f"reward/{name}/n_none"] == n and name not in self.silent:
             self.silent.add(name)

@@ -20,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -47,11 +46,11 @@ take = lambda: pickle.loads(pipe.read(*struct.unpack("!Q", pipe.read(8))))
 sys.path[:] = take()
 try:
     main, args = take()
+    main(pipe, *args)
 except BaseException:
     pipe.write(json.dumps({"failed": traceback.format_exc()[-2000:]}).encode() + b"\\n")
     pipe.flush()
     sys.exit(1)
-main(pipe, *args)
 """
 
 # %% ../nbs/method/02_reward_workers.ipynb #6036788d
@@ -88,14 +87,6 @@ def _encode(result: CallResult | None) -> bytes:
     return json.dumps(row).encode() + b"\n"
 
 # %% ../nbs/method/02_reward_workers.ipynb #af4f302d
-def _logged_is_plain(logged: Any, n: int) -> bool:
-    "Whether a message's metrics are numbers, and its columns have a value for each of n samples."
-    metrics, columns = logged.get("metrics", {}), logged.get("columns", {})
-    fine = all(type(x) is float for row in metrics.values() for x in row)
-    fine &= all(type(v) is list and len(v) == n for v in columns.values())
-    return fine and set(logged) <= {"metrics", "columns"}
-
-# %% ../nbs/method/02_reward_workers.ipynb #b1d3c8b9
 def _decode(message: Any, components: int) -> CallResult | None:
     "The result in a message about a function with so many components; anything else is a ValueError."
     if message == {"split": True}:
@@ -104,7 +95,10 @@ def _decode(message: Any, components: int) -> CallResult | None:
         result = CallResult(**message)
         fine = type(result.n) is int and result.n > 0 and result.error is None
         fine &= result.ms >= 0 and math.isfinite(result.ms)
-        fine &= _logged_is_plain(result.logged, result.n)
+        fine &= set(result.logged) <= {"metrics", "columns"}
+        metrics, columns = (result.logged.get(k, {}).values() for k in ("metrics", "columns"))
+        fine &= all(type(x) is float for row in metrics for x in row)
+        fine &= all(type(v) is list and len(v) == result.n for v in columns)
         result.message = "".join(c if c.isprintable() else " " for c in result.message[:1000])
         if result.outcome == "ok":
             fine &= len(result.values) == result.n
@@ -147,12 +141,9 @@ def _worker_main(pipe: Any, specs: list[RewardSpec], memory_mb: int | None) -> N
         pipe.flush()
 
     _confine(memory_mb, parent=int(sys.argv[2]))
-    try:
-        for spec in specs:
-            if spec.warm_up is not None:
-                spec.warm_up()
-    except BaseException:
-        return tell(json.dumps({"failed": traceback.format_exc()[-2000:]}).encode() + b"\n")
+    for spec in specs:
+        if spec.warm_up is not None:
+            spec.warm_up()
     tell(b'{"ready": true}\n')
     while len(head := pipe.read(8)) == 8:
         which, args, n, split = pickle.loads(pipe.read(*struct.unpack("!Q", head)))
@@ -175,11 +166,8 @@ class _Job:
 # %% ../nbs/method/02_reward_workers.ipynb #803091ba
 def _environment(keep: Sequence[str], folder: str) -> dict[str, str]:
     "The variables that a worker sees; a fixed hash seed, or the order of a set of words would differ between workers."
-    kept = {
-        k: v
-        for k, v in os.environ.items()
-        if k in (*_ENVIRONMENT, *keep) or k.endswith("_NUM_THREADS")
-    }
+    seen = lambda k: k in (*_ENVIRONMENT, *keep) or k.endswith("_NUM_THREADS")
+    kept = {k: v for k, v in os.environ.items() if seen(k)}
     return {"OMP_NUM_THREADS": "1"} | kept | {"PYTHONHASHSEED": "0", "TMPDIR": folder}
 
 # %% ../nbs/method/02_reward_workers.ipynb #cd235d32
@@ -346,6 +334,7 @@ class WorkerPool:
             raise ValueError("Reward workers need Linux or macOS. Use workers=0.")
         _sweep()
         self.specs, self.config, self.size = specs, config, max(config.workers, 1)
+        self.deadlines = [s.timeout_s or config.timeout_s for s in specs]  # seconds per sample
         self.blob = _pickled((_worker_main, (specs, config.memory_mb)))
         self.workers: list[_Worker] = []
         # runs when the pool is collected and when the interpreter exits
@@ -378,12 +367,6 @@ def run(
 
 # %% ../nbs/method/02_reward_workers.ipynb #4f030826
 @patch
-def _deadline(self: WorkerPool, which: int) -> float:
-    "Seconds per sample of a function."
-    return self.specs[which].timeout_s or self.config.timeout_s
-
-# %% ../nbs/method/02_reward_workers.ipynb #ea21bf83
-@patch
 def _dispatch(self: WorkerPool) -> None:
     "Start workers while there is work for them, and give jobs to the idle."
     wanted = len(self.queue) + sum(w.job is not None for w in self.workers)
@@ -395,7 +378,7 @@ def _dispatch(self: WorkerPool) -> None:
             columns = {k: [v[r] for r in job.rows] for k, v in self.args[job.which].items()}
             payload = _pickled((job.which, columns, len(job.rows), job.split))
             at_once = 1 if job.split else len(job.rows)
-            w.give(job, payload, self._deadline(job.which) * at_once)
+            w.give(job, payload, self.deadlines[job.which] * at_once)
 
 # %% ../nbs/method/02_reward_workers.ipynb #4d454394
 @patch
@@ -419,25 +402,24 @@ def _poll(self: WorkerPool, w: _Worker, heard: bool) -> None:
 def _receive(self: WorkerPool, w: _Worker, message: Any) -> None:
     "File one message of a worker; what nobody asked for is a ValueError."
     job = w.job
-    if not w.ready and message != {"ready": True}:
+    if not w.ready and message == {"ready": True}:
+        w.ready = True
+        return
+    if not w.ready:
         why = str(message.get("failed") if isinstance(message, dict) else _shown(message))[-2000:]
         raise RewardError(
             "A reward worker could not load the functions. Modules that they import must be importable from "
             f"sys.path.\n{why}"
         )
-    if not w.ready:
-        w.ready = True
-        return
-    if job is None:
+    result = _decode(message, len(self.specs[job.which].labels())) if job else None
+    if job is None or result is None and job.split or result and result.n > len(job.rows):
         raise ValueError(f"it sent {_shown(message)}")
-    result = _decode(message, len(self.specs[job.which].labels()))
-    if result is None and job.split or result and result.n > len(job.rows):
-        raise ValueError(f"it sent {_shown(message)} for {len(job.rows)} samples")
-    job.split = job.split or result is None
-    if result is not None:
+    if result is None:
+        job.split = True
+    else:
         rows, job.rows = job.rows[: result.n], job.rows[result.n :]
         self.add(job.which, rows, result)
-    w.since, w.limit = time.monotonic(), self._deadline(job.which)
+    w.since, w.limit = time.monotonic(), self.deadlines[job.which]
     w.job = job if job.rows else None
 
 # %% ../nbs/method/02_reward_workers.ipynb #1e6d3e9f

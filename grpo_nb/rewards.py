@@ -62,6 +62,8 @@ def is_missing(
 # %% ../nbs/method/01_rewards.ipynb #24deda56
 def _number(value: Any) -> float:
     "A finite or infinite float; what is missing becomes NaN; anything else is refused."
+    if type(value) is float:
+        return value
     value = _plain(value)
     if value is None:
         return math.nan
@@ -74,11 +76,8 @@ def _number(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 # %% ../nbs/method/01_rewards.ipynb #8fcc7144
-def _column(
-    values: Any,  # what a function returned for n completions
-    n: int,
-) -> list[list[float]]:  # (n, K), K = 1 for numbers; NaN = does not apply
-    "One entry per completion."
+def _cells(values: Any, n: int) -> list[float | list[float]]:
+    "What a function returned for n completions: a number or a row of numbers for each."
     if not isinstance(values, (list, tuple)) and getattr(values, "ndim", 0) not in (1, 2):
         raise _ContractError(
             f"expected a list of {n} numbers, one per completion, got {_shown(values)}"
@@ -86,24 +85,20 @@ def _column(
     if len(values) != n:
         raise _ContractError(f"expected {n} values, one per completion, got {len(values)}")
     is_row = lambda v: isinstance(v, (list, tuple)) or getattr(v, "ndim", 0) == 1
-    rows = [[_number(x) for x in v] if is_row(v) else [_number(v)] for v in values]
-    ranks = sorted({len(row) for row, v in zip(rows, values) if is_row(v)}) or [1]
-    if len(ranks) > 1 or ranks == [0]:
+    return [[_number(x) for x in v] if is_row(v) else _number(v) for v in values]
+
+
+def _table(columns: Sequence, n: int) -> list[list[list[float]]]:  # (n, R, K); NaN = does not apply
+    "The components of a function side by side; a number counts at each rank."
+    columns = [_cells(values, n) for values in columns]
+    ranks = {len(cell) for cells in columns for cell in cells if isinstance(cell, list)} or {1}
+    if len(ranks) > 1 or ranks == {0}:
+        ranks = sorted(ranks)
         raise _ContractError(f"expected rows of one number of ranks, at least 1; got {ranks}")
-    return _spread(rows, ranks[0])
-
-
-def _spread(rows: Sequence[list[float]], ranks: int) -> list[list[float]]:
-    "Rows of K ranks; a single number counts at each."
-    return [row * ranks if len(row) == 1 else row for row in rows]
-
-
-def _side_by_side(columns: Sequence[list[list[float]]]) -> list[list[list[float]]]:  # (n, R, K)
-    "The components of a batch, each (n, K)."
-    ranks = {len(row) for column in columns for row in column[:1]} - {1}
-    if len(ranks) > 1:
-        raise _ContractError(f"expected one number of ranks, got {sorted(ranks)}")
-    return [_spread(sample, max(ranks, default=1)) for sample in zip(*columns)]
+    (k,) = ranks
+    return [
+        [cell if isinstance(cell, list) else [cell] * k for cell in row] for row in zip(*columns)
+    ]
 
 # %% ../nbs/method/01_rewards.ipynb #4f829308
 REWARDS = Registry("reward")
@@ -289,14 +284,8 @@ def _as_messages(prompt: Any, completion: Any) -> Any:
 
 # %% ../nbs/method/01_rewards.ipynb #b0b4a355
 _RESERVED = (
-    *_SINGULAR,
-    *_SINGULAR.values(),
-    *_LOGGERS,
-    "completion_ids",
-    "prompt_end",
-    "sample_seed",
-    "trainer_state",
-)
+    "prompts prompt completions completion completion_ids prompt_end log_metric log_extra sample_seed trainer_state"
+).split()
 
 
 def _task_fields(task: Any) -> tuple[Any, Mapping]:
@@ -344,9 +333,9 @@ def task_columns(
 # %% ../nbs/method/01_rewards.ipynb #58a92ded
 def _own_copy(value: Any) -> Any:
     "A copy of an argument; what cannot be copied (a lock, a file, a connection) is shared."
-    if isinstance(value, (str, int, float, types.SimpleNamespace, types.NoneType)):  # safe to share
+    if value is None or type(value) in (str, int, float, types.SimpleNamespace):  # safe to share
         return value
-    if type(value) is list and all(type(x) is int for x in value):  # token ids
+    if type(value) is list and set(map(type, value)) <= {int}:  # token ids
         return value.copy()
     try:
         return copy.deepcopy(value)
@@ -412,18 +401,17 @@ def _parts(value: Any, components: Sequence[str]) -> list:
 # %% ../nbs/method/01_rewards.ipynb #709313f0
 def _call_reward(spec: RewardSpec, args: Mapping[str, list], n: int, logged: dict) -> list:
     "Call the function on n samples, with arguments of its own, and read what it returns: (n, R, K)."
-    own = {k: [_own_copy(x) for x in v] for k, v in args.items()}
-    batch = spec.form == "batch"
-    log = _loggers(logged, n if batch else 1) if spec.logs else {}
-    log = {k: log[k] for k in spec.logs}
-    call = lambda given: _parts(_LOOP.wait(spec.function(**given, **log)), spec.components)
-    if batch:
-        shared = {k: own[k][0] for k in ("trainer_state",) if k in own}
-        parts = call(own | shared)
+    single = spec.form == "single"  # then n is 1
+    if single:
+        given = {_SINGULAR.get(k, k): _own_copy(v[0]) for k, v in args.items()}
     else:
-        rows = [{_SINGULAR.get(k, k): v[i] for k, v in own.items()} for i in range(n)]
-        parts = zip(*map(call, rows))
-    return _side_by_side([_column(part, n) for part in parts])
+        given = {k: [_own_copy(x) for x in v] for k, v in args.items()}
+        given |= {k: given[k][0] for k in ("trainer_state",) if k in given}
+    if spec.logs:
+        log = _loggers(logged, n)
+        given |= {k: log[k] for k in spec.logs}
+    parts = _parts(_LOOP.wait(spec.function(**given)), spec.components)
+    return _table([[part] for part in parts] if single else parts, n)
 
 # %% ../nbs/method/01_rewards.ipynb #e7751308
 class RewardError(ValueError):

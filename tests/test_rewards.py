@@ -808,7 +808,7 @@ def test_ranks_must_agree_and_scalars_count_at_every_rank():
     rows = {"rows": lambda completion: [1, None, 0.5], "one": lambda completion: 2}
     scored = RewardRunner(rows)(batch(["a"]))
     assert scored.rewards_NR is None and values(scored.rewards_NRK) == [[[1, -99, 0.5], [2, 2, 2]]]
-    with pytest.raises(RewardError, match="got 2 and, from 'rows', 3"):
+    with pytest.raises(RewardError, match="got 2 from 'rows' and 3 from 'rows'"):
         RewardRunner({"rows": lambda completion: [1.0] * len(completion)})(batch(["ab", "abc"]))
     with pytest.raises(RewardError, match="one number of ranks.*2, 3"):
         ragged = lambda completions: [[1.0] * len(c) for c in completions]  # noqa: E731
