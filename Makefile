@@ -13,13 +13,15 @@ export GOMP_SPINCOUNT ?= 20000
 export PYTHONPATH := $(CURDIR)
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help demo test fuzz docs notebooks lab fmt bench smollm2 trl hooks clean
+.PHONY: help demo test fuzz docs notebooks lab fmt bench smollm2 wheel trl hooks clean
 help: ## what there is
 	@grep -hE '^[a-z0-9]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
 
-# torch goes first: with no torch installed, another package would choose the build.
+# pip is renewed: version 23 resolves for minutes. torch goes first: with no torch installed, another package would
+# choose the build.
 $(STAMP): constraints.txt settings.ini setup.py
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25'
 	$(BIN)/python -m pip install -q --disable-pip-version-check `grep '^torch==' constraints.txt`
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt setuptools wheel
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
@@ -61,6 +63,16 @@ trl: $(STAMP) ## our components inside the real TRL, in one process and in two (
 	.venv-trl/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt trl==1.16.0 -e .
 	ACCELERATE_USE_CPU=true .venv-trl/bin/python -m torch.distributed.run --nproc-per-node 2 tests/peers/inside_trl.py
 	.venv-trl/bin/python tests/peers/inside_trl.py tests/recorded/trl_runs.json
+
+wheel: $(STAMP) ## build the wheel in dist/, and try it: a fresh environment, an empty folder, a short demo
+	rm -rf build dist
+	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .
+	rm -rf build
+	$(PYTHON) -m venv dist/venv && mkdir dist/empty
+	dist/venv/bin/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25'
+	dist/venv/bin/python -m pip install -q `grep '^torch==' constraints.txt`
+	dist/venv/bin/python -m pip install -q dist/*.whl
+	cd dist/empty && env -u PYTHONPATH ../venv/bin/grpo-nb demo compare.budget={samples:512}
 
 hooks: $(STAMP) ## git hooks: clean notebooks on save, merge them cell by cell
 	$(BIN)/nbdev_install_hooks

@@ -4,13 +4,25 @@ from configparser import ConfigParser
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 cfg = ConfigParser(delimiters=["="], interpolation=None)
 cfg.read("settings.ini", encoding="utf-8")
 cfg = cfg["DEFAULT"]
+DATA = ["tiny-llama", "tasks", "pass_rates", "recipes"]
 extras = {
     k.removesuffix("_requirements"): cfg[k].split() for k in cfg if k.endswith("_requirements")
 }
+
+
+class BuildWithData(build_py):
+    "A wheel holds the repository's data/ as grpo_nb/data; an editable install reads it where it is."
+
+    def run(self):
+        super().run()
+        for folder in () if self.editable_mode else DATA:
+            self.copy_tree(f"data/{folder}", f"{self.build_lib}/{cfg['lib_name']}/data/{folder}")
+
 
 setup(
     name=cfg["lib_name"],
@@ -31,6 +43,7 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
     ],
+    cmdclass={"build_py": BuildWithData},
     packages=find_packages(include=["grpo_nb", "grpo_nb.*"]),
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),

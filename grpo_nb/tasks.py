@@ -297,19 +297,18 @@ def _prompt_of(row: Mapping, prompt: str | Callable[[dict], Any]) -> str | list[
 def data_path(
     name: str = "",  # a file or folder below data/, e.g. "tasks/middle_train.jsonl"
 ) -> Path:
-    "The path of an embedded file: below GRPO_NB_DATA if that is set, else in the repository."
+    "The path of an embedded file: below GRPO_NB_DATA if that is set, else in the checkout or in the installed package."
     import grpo_nb
 
-    given = os.environ.get("GRPO_NB_DATA")
-    here = [Path(grpo_nb.__file__).resolve().parents[1], Path.cwd(), *Path.cwd().parents]
-    roots = [Path(given)] if given else [p / "data" for p in here]
-    root = next((r for r in roots if given or (r / "manifest.json").is_file()), None)
-    if root is not None and (root / name).exists():
+    package = Path(grpo_nb.__file__).resolve().parent
+    root = package / "data"  # setup.py puts it into the wheel
+    if given := os.environ.get("GRPO_NB_DATA"):
+        root = Path(given)
+    elif not root.is_dir():
+        root = package.parent / "data"
+    if (root / name).exists():
         return root / name
-    raise ValueError(
-        f"No {name or 'data folder'} in {root or roots[0]}. Set GRPO_NB_DATA to the data folder of a clone of grpo_nb, or "
-        "build it: python data/build/sums.py data."
-    )
+    raise ValueError(f"No {name or 'data folder'} in {root}. GRPO_NB_DATA names another folder.")
 
 # %% ../nbs/method/01_tasks.ipynb #dbe91668
 def _rows_of(

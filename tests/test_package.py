@@ -1,6 +1,9 @@
 "The package as users get it: light imports, a wheel of the package only, safe loading."
 
 import ast
+import json
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -24,44 +27,42 @@ def test_pure_modules_load_with_torch_and_numpy_only(module):
     assert p.returncode == 0, p.stderr
 
 
-def test_wheel_holds_the_package_and_nothing_else(tmp_path):
+def test_the_wheel_holds_the_package_with_its_data_and_runs_in_an_empty_folder(tmp_path):
     "Built from a copy, without the network."
-    import shutil
-
-    for name in (
-        "setup.py",
-        "pyproject.toml",
-        "settings.ini",
-        "README.md",
-        "MANIFEST.in",
-        "LICENSE",
-        "CHANGELOG.md",
-    ):
-        shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(
-        ROOT / "grpo_nb", tmp_path / "grpo_nb", ignore=shutil.ignore_patterns("__pycache__")
+    names = (
+        "setup.py pyproject.toml settings.ini README.md MANIFEST.in LICENSE CHANGELOG.md".split()
     )
+    for name in names:
+        shutil.copy(ROOT / name, tmp_path)
+    for folder in ("grpo_nb", "data"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_x.py").write_text("")
     code = "import sys; from setuptools import build_meta; print(build_meta.build_wheel('dist'))"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {n.split("/")[0] for n in names} == {
-        "grpo_nb",
-        wheel.name.split("-py3")[0] + ".dist-info",
-    }
+    (path,) = (tmp_path / "dist").glob("*.whl")
+    wheel = zipfile.ZipFile(path)
+    info = path.name.split("-py3")[0] + ".dist-info"
+    assert {n.split("/")[0] for n in wheel.namelist()} == {"grpo_nb", info}
+    manifest = json.loads((ROOT / "data/manifest.json").read_text())
     modules = {str(p.relative_to(ROOT)) for p in (ROOT / "grpo_nb").rglob("*.py")}
-    assert modules <= set(names)
-    meta = next(n for n in names if n.endswith("METADATA"))
-    text = zipfile.ZipFile(wheel).read(meta).decode()
+    assert modules | {f"grpo_nb/data/{n}" for n in manifest["files"]} <= set(wheel.namelist())
+    assert "grpo-nb = grpo_nb.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    meta = wheel.read(f"{info}/METADATA").decode()
     assert (
-        "Requires-Dist: torch" in text and "License" in text and "Requires-Python: >=3.11" in text
+        "Requires-Dist: torch" in meta and "License" in meta and "Requires-Python: >=3.11" in meta
     )
-    assert (
-        "grpo-nb = grpo_nb.cli:main"
-        in zipfile.ZipFile(wheel).read(meta.replace("METADATA", "entry_points.txt")).decode()
+    wheel.extractall(tmp_path / "site")
+    (tmp_path / "empty").mkdir()
+    options = "steps=1 train_batch_size=2 num_generations=2 eval.samples=1 eval.limit=2".split()
+    p = subprocess.run(
+        [sys.executable, "-m", "grpo_nb", "train", "data:recipes/quickstart.yaml", *options],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        cwd=tmp_path / "empty",
+        capture_output=True,
+        text=True,
     )
+    assert p.returncode == 0 and (tmp_path / "empty/runs/quickstart").is_dir(), p.stderr
 
 
 def test_notebooks_and_their_modules_may_share_a_process():
