@@ -171,7 +171,7 @@ def check_tasks(
     drawn: Sequence = (),  # tasks of this step
 ):
     "Error for a task that cannot be trained on, with its file and row."
-    check_prompts = getattr(self.policy, "check_prompts", None)
+    encode = getattr(self.policy, "encode_all", None)
     needs = dict.fromkeys(k.partition(".")[0] for s in self.rewards.specs for k in s.needs)
     stream, held_out = self.stream, self.eval_tasks
     sets = [*getattr(stream, "tasksets", [getattr(stream, "tasks", ())])]
@@ -179,11 +179,11 @@ def check_tasks(
         evals = [*held_out.values()] if isinstance(held_out, Mapping) else [held_out or ()]
         for tasks in (*sets, *evals):
             if len(tasks) <= SMALL:
-                check_tasks(tasks, check_prompts, needs)
+                check_tasks(tasks, encode, needs)
         self.tasks_checked = True
     known = {getattr(t, "id", None) for t in sets if 0 < len(t) <= SMALL} - {None}
     new = [t for t in drawn if getattr(t, "taskset_id", None) not in known]
-    check_tasks(new, check_prompts, needs)
+    check_tasks(new, encode, needs)
 
 # %% ../nbs/method/04_trainer.ipynb #397b4147
 @patch

@@ -433,7 +433,7 @@ def test_names_import_nothing_and_what_is_missing_is_said(tmp_path, monkeypatch)
         Path(f).parent.mkdir(exist_ok=True)
         Path(f).write_text("open('RAN', 'w')")
     Path("bad.gguf").write_bytes(b"nonsense")
-    wrong = {"gguf:evil.x": "name of one package", "gguf:evil": "holds 0 GGUF files", "bad.gguf": "the file bad.gguf is no model", "./no": "Give a folder", "no.gguf": "Give a folder"}  # fmt: skip
+    wrong = {"gguf:evil.x": "name of one package", "gguf:evil": "holds 0 GGUF files", "bad.gguf": "bad.gguf holds no model", "./no": "Give a folder", "no.gguf": "Give a folder"}  # fmt: skip
     for name, message in wrong.items():
         with pytest.raises(ValueError, match=message):
             GRPO.from_config(load_config(None, [f"policy.model={name}"]))

@@ -329,8 +329,14 @@ class Decoder:
         return self.network.logits(hidden[:, -1])[index_N]
 
     def _reserve(self, cache, hidden: Tensor, index_N: Tensor, extra: int):
-        cache.batch_select_indices(index_N)
         self.cache = cache
+        self._select(index_N)
+
+    def _select(self, rows: Tensor):
+        self.cache.batch_select_indices(rows)
+        if self.network.shares_cache:
+            for layer in self.cache.layers:
+                _make_room(layer, self.attend.shape[1] - self.filled)
 
     def step(self, token_N: Tensor) -> Tensor:
         "Logits after one more token of each row."
@@ -345,9 +351,23 @@ class Decoder:
 
     def keep(self, rows: Tensor):
         "Go on with these rows only."
-        self.cache.batch_select_indices(rows)
         self.attend = self.attend[rows]
         self.next = self.next[rows]
+        self._select(rows)
+
+# %% ../../nbs/method/02_policies.decoding.ipynb #47baa782
+def _make_room(layer, extra: int):
+    "Let a layer of the cache write `extra` tokens into reserved space; by itself it copies all keys for each token."
+    space = [F.pad(x, (0, 0, 0, extra)) for x in (layer.keys, layer.values)]
+
+    def update(keys, values, *_, **__):
+        start, end = layer.keys.shape[2], layer.keys.shape[2] + keys.shape[2]
+        for whole, new in zip(space, (keys, values)):
+            whole[:, :, start:end] = new
+        layer.keys, layer.values = (whole[:, :, :end] for whole in space)
+        return layer.keys, layer.values
+
+    layer.update = update
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #2fad0654
 def _joined(layer: nn.Module) -> SimpleNamespace:

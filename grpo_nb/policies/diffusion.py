@@ -23,18 +23,16 @@ from .samplers import Sampler, per_row, wide_dtype
 # %% ../../nbs/method/03_policies.diffusion.ipynb #1fddf597
 def _over_dims(
     x: Tensor,  # (B, ...) one value per number of a step
-    valid: Tensor | None = None,  # (B, ...) bool, broadcastable: numbers that count; None: all
-    reduce: str = "sum",  # "sum" or "mean"
+    valid: Tensor | None,  # (B, ...) bool, broadcastable: numbers that count; None: all
+    reduce: str = "sum",  # "mean", or a sum
 ) -> Tensor:  # (B,) float64
     "Sum or mean over the numbers of each step."
-    one_of("reduction over dimensions", reduce, ("sum", "mean"))
     dims = tuple(range(1, x.ndim))
     x = x if valid is None else torch.where(valid, x, 0.0)
     total = x.sum(dims, dtype=wide_dtype(x.device))
-    if reduce == "sum":
+    if reduce != "mean":
         return total
-    count = x[0].numel() if valid is None else valid.expand_as(x).sum(dims).clamp(min=1)
-    return total / count
+    return total / (x[0].numel() if valid is None else valid.expand_as(x).sum(dims).clamp(min=1))
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #78bd70ae
 def gaussian_logp(
@@ -42,32 +40,24 @@ def gaussian_logp(
     mean: Tensor,  # (B, ...) mean of the step
     std: Tensor,  # (B,) its standard deviation, > 0
     valid: Tensor | None = None,  # (B, ...) bool: numbers that count
-    reduce: str = "sum",  # "sum" or "mean" over them
+    reduce: str = "sum",  # over them: "mean", else a sum
 ) -> Tensor:  # (B,) float64, nats
     "Log-density of each step, summed over its numbers, or per number."
-    std = torch.as_tensor(std, device=mean.device)
     if not (std > 0).all():
         raise ValueError(
-            "A step without noise (std = 0) has no density: its log-probability is infinite or undefined. Leave deterministic "
-            "steps out of the loss, and sample with eta > 0."
+            "A step without noise (std = 0) has no density: leave it out of the loss, and sample with eta > 0."
         )
     if y.requires_grad:
         raise ValueError(
-            "The stored next state requires grad, so y - mean is the noise for every parameter and the gradient vanishes. "
-            "Detach it: sample under torch.no_grad()."
+            "The stored next state requires grad, so the gradient of y - mean vanishes: sample under torch.no_grad()."
         )
     z = (y - mean) / per_row(std, mean)
     constant = per_row(std.log() + 0.5 * math.log(2 * math.pi), mean)
     return _over_dims(-0.5 * z * z - constant, valid, reduce)
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #1744b1a0
-def _gaussian_kl(
-    mean: Tensor,  # (B, ...)
-    other_mean: Tensor,  # (B, ...)
-    std: Tensor,  # (B,) standard deviation of both
-    valid: Tensor | None = None,  # (B, ...) bool: numbers that count
-) -> Tensor:  # (B,) float64, nats
-    "Exact KL of two Gaussians with the same deviation; the same in both directions."
+def _gaussian_kl(mean: Tensor, other_mean: Tensor, std: Tensor, valid: Tensor | None = None):
+    "Exact KL (B,) in nats of two Gaussians with the same deviation; the same in both directions."
     z = (mean - other_mean) / per_row(std, mean)
     return _over_dims(0.5 * z * z, valid)
 
@@ -169,43 +159,41 @@ def noisy_steps(self: DiffusionPolicy) -> list[int]:
 @patch
 def _check(self: DiffusionPolicy):
     "Refuse settings that cannot train."
-    s = self.sampler
+    s, steps = self.sampler, len(self.noisy_steps)
     one_of("reduce", self.reduce, ("sum", "mean", "trajectory"))
     if self.chunk is not None:
         check_number("chunk", self.chunk, 1, whole=True)
-    if not self.noisy_steps:
+    if not steps:
         raise ValueError(
-            f"No step of the sampler has noise ({s.scheme}, noise={s.noise}): a deterministic chain (eta = 0) has no "
-            "log-probabilities, so there is nothing to train. Give eta > 0; for deterministic samples use sample(..., greedy=True)."
+            f"No step of the sampler has noise ({s.scheme}, noise={s.noise}): a deterministic chain has no log-probabilities, so "
+            "there is nothing to train. Give eta > 0; for deterministic samples use sample(..., greedy=True)."
         )
     if self.guidance != 1 and (self.null_condition is None or self.condition is None):
         raise ValueError(
-            f"guidance={self.guidance} mixes a conditional and an unconditional prediction: give condition and null_condition."
+            f"guidance={self.guidance} mixes two predictions: give condition and null_condition."
         )
-    terms = self.dims * len(self.noisy_steps)
+    terms = self.dims * steps
     if self.reduce == "trajectory" and terms > TRAJECTORY_LIMIT:
         raise ValueError(
-            f"One ratio for {len(self.noisy_steps)} steps of {self.dims} numbers multiplies {terms:,} densities (limit {TRAJECTORY_LIMIT}): a mean "
-            f"drift of 1e-4 per number is a log ratio of {terms * 1e-4:.3g}, and a clip range of 0.2 means "
-            f"{effective_clip(0.2, terms)['width_per_dim']:.1e} per number. Use reduce='sum' (a ratio per step) or 'mean'."
+            f"One ratio for {steps} steps of {self.dims} numbers multiplies {terms:,} densities (limit {TRAJECTORY_LIMIT}): a clip "
+            f"range of 0.2 means {effective_clip(0.2, terms)['width_per_dim']:.1e} per number. Use reduce='sum' or 'mean'."
         )
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #25708863
 @patch
 def _predict(self: DiffusionPolicy, x, time_B, condition_B, frames_BF) -> Tensor:
     "One forward pass with guidance."
-
-    def run(x, time_B, condition_B, frames_BF):
-        given = [x, time_B] if condition_B is None else [x, time_B, condition_B]
-        return self.model(*given, **({} if frames_BF is None else {"frames": frames_BF}))
-
-    if self.guidance == 1:
-        return run(x, time_B, condition_B, frames_BF)
-    null_B = self.null_condition.to(condition_B).expand_as(condition_B)
-    frames_twice = None if frames_BF is None else torch.cat([frames_BF, frames_BF])
-    condition_twice = torch.cat([condition_B, null_B])
-    both = run(torch.cat([x, x]), torch.cat([time_B, time_B]), condition_twice, frames_twice)
-    full, null = both.chunk(2)
+    guided = self.guidance != 1
+    if guided:
+        null_B = self.null_condition.to(condition_B).expand_as(condition_B)
+        condition_B = torch.cat([condition_B, null_B])
+        x, time_B = torch.cat([x, x]), torch.cat([time_B, time_B])
+        frames_BF = None if frames_BF is None else torch.cat([frames_BF, frames_BF])
+    given = [x, time_B] if condition_B is None else [x, time_B, condition_B]
+    out = self.model(*given, **({} if frames_BF is None else {"frames": frames_BF}))
+    if not guided:
+        return out
+    full, null = out.chunk(2)
     return null + self.guidance * (full - null)
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #bb35636e
@@ -243,26 +231,25 @@ def conditions(
         return None
     if callable(self.condition):
         return torch.as_tensor(self.condition(tasks)).detach()
-    missing = [i for i, t in enumerate(tasks) if self.condition not in t.columns]
+    return torch.tensor(_column(tasks, self.condition), dtype=torch.float32)
+
+
+def _column(tasks: list, name: str) -> list:
+    missing = [i for i, t in enumerate(tasks) if name not in t.columns]
     if missing:
-        raise ValueError(
-            f"{len(missing)} tasks have no column {self.condition!r} for the condition, the first is number {missing[0]}."
-        )
-    return torch.tensor([t.columns[self.condition] for t in tasks], dtype=torch.float32)
+        raise ValueError(f"Task {missing[0]} and {len(missing) - 1} more have no column {name!r}.")
+    return [t.columns[name] for t in tasks]
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #cfe0b70e
 @patch
-def _frame_masks(
-    self: DiffusionPolicy,
-    tasks: list,  # P tasks
-) -> Tensor | None:  # (P, F) bool
-    "Which frames of each task are not padding."
+def _frame_masks(self: DiffusionPolicy, tasks: list) -> Tensor | None:
+    "Which frames of each task are not padding (P, F)."
     if self.lengths is None:
         return None
-    length_P = torch.tensor([int(t.columns[self.lengths]) for t in tasks])
-    if (length_P < 1).any() or (length_P > self.shape[0]).any():
+    length_P = torch.tensor(_column(tasks, self.lengths)).long()
+    if length_P.min() < 1 or length_P.max() > self.shape[0]:
         raise ValueError(
-            f"Lengths must lie between 1 and the {self.shape[0]} frames of a sample, got {int(length_P.min())} to {int(length_P.max())}."
+            f"Lengths must lie between 1 and the {self.shape[0]} frames of a sample, got {length_P.tolist()}."
         )
     return torch.arange(self.shape[0]) < length_P[:, None]
 
@@ -314,15 +301,9 @@ def sample(
         path = path or [x]
         x = trim(mean + per_row(std, mean) * draw())
         path.append(x)
-        steps.append((gaussian_logp(x, mean, std, valid, self._over), std, mean))
+        steps.append((gaussian_logp(x, mean, std, valid, self.reduce), std, mean))
     path_NL = torch.stack(path or [x], 1)
     return self._rollout(tasks, index_N, x, path_NL, steps, noisy, condition_N, frames_NF)
-
-# %% ../../nbs/method/03_policies.diffusion.ipynb #ece3862e
-@patch(as_prop=True)
-def _over(self: DiffusionPolicy) -> str:
-    "How the numbers of one step are reduced."
-    return "mean" if self.reduce == "mean" else "sum"
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #d964f8d0
 @patch
@@ -372,8 +353,7 @@ def _same_chain(self: DiffusionPolicy, r: Rollout):
     time, std = s.table(s.time_T, step_NS).float(), s.std_T[step_NS.cpu()].to(r.states["std"])
     if not torch.equal(time, r.states["time"]) or not torch.allclose(std, r.states["std"]):
         raise ValueError(
-            "The rollout's times or deviations are not those of this policy's sampler: another schedule or noise level. Ratios "
-            "between samplers mean nothing; score with the sampler that drew the steps."
+            "The rollout's times or deviations are those of another schedule or noise level: score with the sampler that drew it."
         )
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #50ef2b28
@@ -423,10 +403,10 @@ def logp_and_kl(
     self.model.eval()
     b = self._pairs(rollout)
     mean = self._means(b)
-    logp_NS = self._shaped(gaussian_logp(b.y, mean, b.std, b.valid, self._over), rollout)
+    logp_NS = self._shaped(gaussian_logp(b.y, mean, b.std, b.valid, self.reduce), rollout)
     old = rollout.states["mean"].flatten(0, 1).to(mean)
     kl_NS = self._shaped(_gaussian_kl(mean.detach(), old, b.std, b.valid), rollout)
-    self._scored = (rollout.states, self._version(), kl_NS) if torch.is_grad_enabled() else None
+    self._scored = (rollout, self._version(), kl_NS)
     return logp_NS, kl_NS
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #feb939a7
@@ -466,19 +446,12 @@ def kl_old(
     self: DiffusionPolicy,
     rollout: Rollout,  # samples
 ) -> float:  # nats per step
-    "Mean exact KL to the policy that sampled; free right after `logp` of the same samples."
-    states, version, kl_NS = self._scored or (None, None, None)
-    self._scored = None
-    if version != self._version() or not _same_columns(states, rollout.states):
+    "Mean exact KL to the policy that sampled; free right after `logp` of the same rollout."
+    scored, version, kl_NS = self._scored or (None, None, None)
+    if scored is not rollout or version != self._version():
         kl_NS = self.logp_and_kl(rollout)[1]
+    self._scored = None
     return float(kl_NS.sum() / rollout.mask_NS.sum().clamp(min=1))
-
-# %% ../../nbs/method/03_policies.diffusion.ipynb #8717ae68
-def _same_columns(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    "Whether two rollouts store the same numbers."
-    if a is b:
-        return True
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #4919ad0d
 @patch

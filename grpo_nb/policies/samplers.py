@@ -176,22 +176,11 @@ def std_T(self: Sampler) -> Tensor:  # (T,) float64, 0 where a step is determini
     return std
 
 # %% ../../nbs/method/02_policies.samplers.ipynb #6cf099a3
-def _signal_levels(
-    num_steps: int,  # T
-    schedule: str = "cosine",  # "cosine" (2102.09672, eq. 17) or "linear" (2006.11239)
-) -> list[float]:  # (T) ab after 1, 2, ... T noising steps
-    "Signal level of each noising step."
-    one_of("schedule", schedule, ("cosine", "linear"))
-    if schedule == "cosine":
-        f = [
-            math.cos((t / num_steps + 0.008) / 1.008 * math.pi / 2) ** 2
-            for t in range(num_steps + 1)
-        ]
-        betas = [min(1 - after / before, 0.999) for before, after in zip(f, f[1:])]
-    else:
-        scale = 1000 / num_steps
-        low, high = scale * 1e-4, min(scale * 0.02, 0.999)
-        betas = [low + (high - low) * t / max(num_steps - 1, 1) for t in range(num_steps)]
+def _signal_levels(num_steps: int) -> list[float]:
+    "Signal level `ab` after 1, 2, ... T noising steps of the cosine schedule (2102.09672, eq. 17)."
+    angle = [(t / num_steps + 0.008) / 1.008 * math.pi / 2 for t in range(num_steps + 1)]
+    f = [math.cos(a) ** 2 for a in angle]
+    betas = [min(1 - after / before, 0.999) for before, after in zip(f, f[1:])]
     return torch.cumprod(1 - torch.tensor(betas, dtype=torch.float64), 0).tolist()
 
 # %% ../../nbs/method/02_policies.samplers.ipynb #bf01581c
@@ -199,13 +188,12 @@ def ddim_sampler(
     num_steps: int = 10,  # T steps taken
     train_steps: int = 1000,  # noising steps the network was trained on
     eta: float = 1.0,  # noise level: 1 as DDPM, 0 none
-    schedule: str = "cosine",
     prediction: str = "eps",
     scheme: str = "ddim",  # or "ddpm", which takes no eta
 ) -> Sampler:
     "An evenly spaced part of the steps, with noise level eta."
     check_number("num_steps", num_steps, 1, train_steps, whole=True)
-    ab = _signal_levels(train_steps, schedule)
+    ab = _signal_levels(train_steps)
     at = [round((i + 1) * train_steps / num_steps) - 1 for i in range(num_steps)][::-1]
     levels = [ab[t] for t in at]
     return Sampler(
@@ -215,11 +203,10 @@ def ddim_sampler(
 # %% ../../nbs/method/02_policies.samplers.ipynb #29539c9c
 def ddpm_sampler(
     num_steps: int = 10,  # T, also the number of noising steps
-    schedule: str = "cosine",
     prediction: str = "x0",
 ) -> Sampler:
     "All steps of DDPM; time counts T-1 ... 0."
-    return ddim_sampler(num_steps, num_steps, 1.0, schedule, prediction, "ddpm")
+    return ddim_sampler(num_steps, num_steps, 1.0, prediction, "ddpm")
 
 # %% ../../nbs/method/02_policies.samplers.ipynb #5b9557d2
 def flow_sampler(

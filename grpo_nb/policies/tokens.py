@@ -7,7 +7,7 @@ __all__ = ['TokenPolicy', 'as_policy']
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #052ca1a7
 import copy as copy_module
-import math
+
 import warnings
 from pathlib import Path
 
@@ -136,6 +136,21 @@ def save_pretrained(
     model.save_pretrained(path)
     self.tokenizer.save_pretrained(path)
 
+# %% ../../nbs/method/03_policies.tokens.ipynb #49061332
+@patch
+def settings(self: TokenPolicy) -> dict:
+    "What it is made of and how it samples, by the keys of a recipe's policy section."
+    device, own_stop = self.device, sorted({*stop_tokens(self.model, self.tokenizer)})
+    names = "max_new_tokens temperature top_k top_p chat system_prompt chunk_tokens share_prefix"
+    return {
+        "model": self.source if self.stop == own_stop else None,  # a recipe has no stop
+        "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+        "device": str(device) if device.index else device.type,
+        **{k: getattr(self, k) for k in names.split()},
+        "lora": self.lora_options,
+        "autocast": self.network.autocast,
+    }
+
 # %% ../../nbs/method/03_policies.tokens.ipynb #d3664ad0
 @patch
 def parameters(self: TokenPolicy) -> list[nn.Parameter]:
@@ -175,11 +190,30 @@ def encode(
     prompt: str | list[dict],  # text, or chat messages {"role", "content"}
 ) -> list[int]:
     "Token ids of one prompt, through the chat template where it applies; a ValueError says what does not fit."
-    if isinstance(prompt, str) and not self.chat:
-        ids = self._encode_text(prompt)
-    else:
-        text = self._templated(self._messages(prompt))
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+    return self.encode_all([prompt])[0]
+
+# %% ../../nbs/method/03_policies.tokens.ipynb #b517cc16
+@patch
+def encode_all(
+    self: TokenPolicy,
+    prompts: list,  # texts or chats
+) -> list[list[int]]:
+    "Token ids of many prompts, see `encode`."
+    plain = [isinstance(p, str) and not self.chat for p in prompts]
+    if self.system_prompt and any(plain):
+        raise ValueError("system_prompt needs a chat template, and this prompt is plain text.")
+    texts = [p if x else self._templated(p) for p, x in zip(prompts, plain)]
+    bare, full = (
+        self.tokenizer(texts, add_special_tokens=x, verbose=False).input_ids for x in (False, True)
+    )
+    found = [_begun(*both) if x else both[0] for *both, x in zip(bare, full, plain)]
+    for prompt, ids in zip(prompts, found):
+        self._check_ids(prompt, ids)
+    return found
+
+# %% ../../nbs/method/03_policies.tokens.ipynb #3fbca113
+@patch
+def _check_ids(self: TokenPolicy, prompt, ids: list[int]):
     if not ids:
         raise ValueError(f"The prompt {prompt!r} has no tokens; a causal model needs at least one.")
     bos = getattr(self.tokenizer, "bos_token_id", None)
@@ -191,51 +225,12 @@ def encode(
             f"{len(ids)} prompt tokens + {self.max_new_tokens} new tokens exceed the model's {limit} positions. Shorten the "
             "prompt or lower max_new_tokens."
         )
-    return ids
-
-# %% ../../nbs/method/03_policies.tokens.ipynb #b517cc16
-@patch
-def check_prompts(
-    self: TokenPolicy,
-    prompts: list,  # texts or chats
-):
-    "A ValueError of `encode` for the first prompt that it would refuse."
-    plain = not self.chat and all(isinstance(p, str) for p in prompts)
-    if plain and self.system_prompt:
-        return self.encode(prompts[0])
-    texts = prompts if plain else [self._templated(self._messages(p)) for p in prompts]
-    found = self.tokenizer(texts, add_special_tokens=plain, verbose=False).input_ids
-    limit = getattr(self.model.config, "max_position_embeddings", None) or math.inf
-    bos = getattr(self.tokenizer, "bos_token_id", None)
-    for prompt, ids in zip(prompts, found):
-        doubled = bos is not None and ids[:2] == [bos, bos]
-        if not 0 < len(ids) <= limit - self.max_new_tokens or doubled:
-            self.encode(prompt)
-
-
-@patch
-def settings(self: TokenPolicy) -> dict:
-    "What it is made of and how it samples, by the keys of a recipe's policy section."
-    device, own_stop = self.device, sorted({*stop_tokens(self.model, self.tokenizer)})
-    names = "max_new_tokens temperature top_k top_p chat system_prompt chunk_tokens share_prefix"
-    return {
-        "model": self.source if self.stop == own_stop else None,  # a recipe has no stop
-        "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
-        "device": str(device) if device.index else device.type,
-        **{k: getattr(self, k) for k in names.split()},
-        "lora": self.lora_options,
-        "autocast": self.network.autocast,
-    }
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #ef0e43d8
-@patch
-def _encode_text(self: TokenPolicy, text: str) -> list[int]:
-    if self.system_prompt:
-        raise ValueError("system_prompt needs a chat template, and this prompt is plain text.")
-    ids = self.tokenizer(text, add_special_tokens=False).input_ids
-    full = self.tokenizer(text).input_ids
-    start = next((k for k in range(len(full)) if full[k : k + len(ids)] == ids), 0)
-    return ids if ids[:start] == full[:start] else full[:start] + ids
+def _begun(bare: list[int], full: list[int]) -> list[int]:
+    "A text's tokens after what the tokenizer puts before them."
+    start = next((k for k in range(len(full)) if full[k : k + len(bare)] == bare), 0)
+    return bare if bare[:start] == full[:start] else full[:start] + bare
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #33cb26d3
 @patch
@@ -247,7 +242,10 @@ def _messages(self: TokenPolicy, prompt: str | list[dict]) -> list[dict]:
             "tokenizer.chat_template."
         )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not (isinstance(messages, (list, tuple)) and messages and all(map(_is_message, messages))):
+    listed = isinstance(messages, (list, tuple)) and messages
+    if not listed or any(
+        not isinstance(m, dict) or {"role", "content"} - m.keys() for m in messages
+    ):
         raise ValueError(
             f"A prompt is text or a list of messages {{role, content}}, got {prompt!r}."
         )
@@ -264,23 +262,19 @@ def _messages(self: TokenPolicy, prompt: str | list[dict]) -> list[dict]:
             )
     return list(messages)
 
-
-def _is_message(m) -> bool:
-    return isinstance(m, dict) and {"role", "content"} <= m.keys()
-
 # %% ../../nbs/method/03_policies.tokens.ipynb #c3acfd42
 @patch
 def _template_marks(self: TokenPolicy) -> set[str]:
     "Special tokens that the chat template writes around a message."
-    tokenizer = self.tokenizer
     text = self._rendered([{"role": "user", "content": "x"}])
-    added = tokenizer.added_tokens_decoder.values()
+    added = self.tokenizer.added_tokens_decoder.values()
     return {t.content for t in added if t.special and t.content in text}
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #6957e4a8
 @patch
-def _templated(self: TokenPolicy, messages: list[dict]) -> str:
+def _templated(self: TokenPolicy, prompt: str | list[dict]) -> str:
     "The text of a conversation, up to where the model goes on."
+    messages = self._messages(prompt)
     begun = messages[-1]["role"] == "assistant"
     if begun and not messages[-1]["content"]:
         messages, begun = messages[:-1], False
@@ -323,7 +317,7 @@ def sample(
             f"Need at least one task and one generation, got {len(tasks)} and {num_generations}."
         )
     self.model.eval()
-    prompts = [torch.tensor(self.encode(t.prompt)) for t in tasks]
+    prompts = [torch.tensor(ids) for ids in self.encode_all([t.prompt for t in tasks])]
     length_P = torch.tensor([len(ids) for ids in prompts])
     ids_PL = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
     index_N = torch.arange(len(tasks)).repeat_interleave(num_generations)
