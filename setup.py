@@ -50,6 +50,7 @@ setup(
     extras_require=extras,
     entry_points={
         "console_scripts": cfg["console_scripts"].split(),
+        "verl.plugins": ["grpo_nb=grpo_nb.integrations.verl"],
         "nbdev": [f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"],
     },
     zip_safe=False,
