@@ -10,10 +10,10 @@ __all__ = ['STATUSES', 'COLUMNS', 'film_key', 'as_list', 'Titles', 'token_pieces
 import math
 import re
 import unicodedata
-from collections import OrderedDict
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -132,28 +132,17 @@ def token_pieces(
 _NEWLINE = re.compile(r"\r\n|\r|\n")
 
 
-def _token_lines(
-    pieces_S: Sequence[str | None],  # (S) text of each token, None = no text
-) -> tuple[list[str], list[tuple[int, int] | None]]:  # lines; per token its first and last line
-    "Lines of the text, and the lines that each token touches (a newline belongs to the line it ends)."
-    lines, touched_S, open_cr = [[]], [], False
+def _token_lines(pieces_S: Sequence[str | None]) -> tuple[list[str], list]:
+    "Lines of the text, and the first and last line of each token (a newline belongs to the line it ends)."
+    text = "".join(piece or "" for piece in pieces_S)
+    ends = [newline.end() for newline in _NEWLINE.finditer(text)]
+    touched_S, start = [], 0
     for piece in pieces_S:
-        if piece is None:
-            touched_S.append(None)
-            continue
-        first = len(lines) - 1
-        if open_cr and (not piece or piece.startswith("\n")):
-            open_cr, piece, first = not piece, piece[1:], first - 1
-            if not piece:
-                touched_S.append((first, first))
-                continue
-        parts = _NEWLINE.split(piece)
-        lines[-1].append(parts[0])
-        lines.extend([p] for p in parts[1:])
-        last = len(lines) - 1 - (len(parts) > 1 and not parts[-1])
-        touched_S.append((first, max(first, last)))
-        open_cr = piece.endswith("\r") if piece else open_cr
-    return ["".join(x) for x in lines], touched_S
+        last = start + max(len(piece or "") - 1, 0)  # its last character
+        lines = (bisect_right(ends, start), bisect_right(ends, last))
+        touched_S.append(None if piece is None else lines)
+        start += len(piece or "")
+    return _NEWLINE.split(text), touched_S
 
 # %% ../nbs/method/01_list_parsing.ipynb #61524d3e
 _MARKER = re.compile(r"^\s*(?:\d{1,3}[.)](?!\d)\s*|[-*+–—]\s+|•\s*)")
@@ -227,15 +216,8 @@ class ParsedList:
         return all(item.malformed for item in self.ranked)
 
 # %% ../nbs/method/01_list_parsing.ipynb #dbfaeca1
-def _item_status(
-    found: tuple[str, int] | None,  # what `_read_item` gave
-    rank: int,
-    num_ranks: int,
-    seen: Titles,
-    catalogue: Titles | None,
-    listed: set,  # keys of earlier lines; this line's key is added
-) -> str:
-    "What became of one line."
+def _item_status(found, rank: int, num_ranks: int, seen: Titles, catalogue, listed: set) -> str:
+    "What became of a line that `_read_item` read as `found`; its key is added to those listed."
     if rank >= num_ranks:
         return "overflow"
     if found is None:
@@ -292,8 +274,11 @@ def _token_spans(touched_S, owner: list[int], n: int) -> tuple[np.ndarray, list[
     return item_S, [(o[0], o[-1] + 1) if o else (b, b) for o, b in zip(own, begin)]
 
 # %% ../nbs/method/01_list_parsing.ipynb #c3821624
+_parse_recent = lru_cache(4096)(parse_list)
+
+
 class ListParser:
-    "The rules by which answers are parsed, with a memory of recent ones."
+    "The rules by which answers are parsed; recent answers are remembered."
 
     def __init__(
         self,
@@ -306,7 +291,6 @@ class ListParser:
             catalogue = Titles(catalogue, tolerance=0)
         self.catalogue = catalogue
         self.prose = prose
-        self.known = OrderedDict()
 
     @property
     def layout(self) -> tuple:
@@ -319,14 +303,8 @@ class ListParser:
         seen: Iterable = (),  # films the user knows
     ) -> ParsedList:
         "The parsed list of one answer."
-        text = _readable(answer)
-        key = (text, tuple(map(film_key, as_list(seen))))
-        if key not in self.known:
-            self.known[key] = parse_list(text, self.num_ranks, self.catalogue, key[1], self.prose)
-        self.known.move_to_end(key)
-        if len(self.known) > 4096:
-            self.known.popitem(last=False)
-        return self.known[key]
+        text, seen = _readable(answer), tuple(map(film_key, as_list(seen)))
+        return _parse_recent(text, self.num_ranks, self.catalogue, seen, self.prose)
 
 
 def _readable(answer: Any) -> str | tuple[str | None, ...]:
@@ -408,9 +386,14 @@ def with_lists(
 ) -> Rollout:  # outputs: the text of the tokens; states["item"] (N, S) rank index, -1 = none
     "The rollout with the rank of each token, and outputs in which rewards find the same items."
     pieces = _rollout_pieces(rollout, tokenizer)
-    rollout = rollout.replace(outputs=["".join(p for p in row if p) for row in pieces])
-    item_NS = parse_rollout(rollout, tokenizer, parser, pieces).item_NS
-    return rollout.replace(states=rollout.states | {"item": item_NS})
+    lists = list(map(parser, pieces, _seen_films(rollout)))
+    states = rollout.states | {"item": stack_lists(lists, rollout.mask_NS.shape[1]).item_NS}
+    return rollout.replace(outputs=["".join(p for p in row if p) for row in pieces], states=states)
+
+
+def _seen_films(rollout: Rollout) -> list:
+    columns = {c: [t.get(c) for t in rollout.tasks] for c in COLUMNS["seen"]}
+    return task_column(columns, "seen", len(rollout), required=False)
 
 
 def _rollout_pieces(rollout: Rollout, tokenizer) -> list[tuple[str | None, ...]]:
@@ -427,24 +410,17 @@ def parse_rollout(
     rollout: Rollout,  # of a token policy: token ids in states["completion_ids"]
     tokenizer,  # the policy's
     parser: ListParser,  # the rules that the rewards share
-    pieces: Sequence[Sequence[str | None]]
-    | None = None,  # (N) text of each token, if known already
 ) -> ParsedLists:
     "The parsed lists of a rollout, as wide as its mask."
-    pieces = _rollout_pieces(rollout, tokenizer) if pieces is None else pieces
-    columns = {c: [t.get(c) for t in rollout.tasks] for c in COLUMNS["seen"]}
-    seen = task_column(columns, "seen", len(rollout), required=False)
-    lists = list(map(parser, pieces, seen))
+    seen = _seen_films(rollout)
+    lists = list(map(parser, _rollout_pieces(rollout, tokenizer), seen))
+    facts = lambda parsed: [(i.title, i.year, i.status) for i in parsed.items]
     for n, text in enumerate(rollout.outputs):
-        read = parser(text, seen[n])  # remembered: rewards get this very object
-        if _facts(read) != _facts(lists[n]):
+        read, held = facts(parser(text, seen[n])), facts(lists[n])
+        if read != held:
             raise ValueError(
-                f"Sample {n}: rewards read {len(read.items)} items in {text!r:.120}, its tokens hold "
-                f"{len(lists[n].items)}: {[i.title for i in lists[n].items]!r:.120}. Take the rollout from "
-                "`with_lists`, else rewards land on the tokens of other items."
+                f"Sample {n}: rewards read {len(read)} items in {text!r:.120}, its tokens hold {len(held)}: "
+                f"{[title for title, _, _ in held]!r:.120}. Take the rollout from `with_lists`, else rewards land on "
+                "the tokens of other items."
             )
     return stack_lists(lists, rollout.mask_NS.shape[1])
-
-
-def _facts(parsed: ParsedList) -> list[tuple]:
-    return [(i.title, i.year, i.status) for i in parsed.items]

@@ -265,7 +265,7 @@ def test_combined_reward_equals_the_old_one(variant):
     ]
     np.testing.assert_allclose(np.sum(parts, 0), want, atol=1e-12)
     make = {"log_decay": make_safe_reward_func, "exp_inf": make_safe_reward_func_individual}
-    named = make[variant](6, FILMS, oracle, 0.8, 1.5, missing=0.0, error=0.0)
+    named = make[variant](6, FILMS, oracle, **old_options)
     old_columns = dict(
         groundtruth_with_release_year=columns["relevant"],
         seen_titles=columns["seen"],
