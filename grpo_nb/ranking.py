@@ -15,7 +15,7 @@ from numbers import Real
 import numpy as np
 
 from .advantages import warn_cancelled_scales
-from .config import check_number, unknown_name
+from .config import check_number, one_of
 from .core import Registry
 from .list_parsing import STATUSES, ListParser, ParsedList, Titles, as_list, film_key
 from .list_parsing import stack_lists, task_column
@@ -58,13 +58,7 @@ def hit_matrix(
     return hit_NK
 
 # %% ../nbs/method/02_ranking.ipynb #07a71e00
-def _rank_rows(
-    value_NK: np.ndarray,  # (N, K) reward of ranks that exist
-    lists: Sequence[ParsedList],  # (N)
-    missing: float,  # value of ranks the list does not have
-    error: float,  # value of all ranks when nothing could be parsed
-    penalties: dict[str, float],  # status -> amount subtracted at its rank
-) -> np.ndarray:  # (N, K)
+def _rank_rows(value_NK, lists, missing: float, error: float, penalties: Mapping) -> np.ndarray:
     "Finish rewards per rank: penalties, missing ranks, unreadable lists."
     status_NK = stack_lists(lists).status_NK.numpy()
     cost = np.array([penalties.get(s, 0.0) for s in STATUSES] + [0.0])  # -1 reads the last entry
@@ -84,15 +78,17 @@ def _rank_reward(
     "A reward function of values per rank."
     penalties = penalties or {}
     for status, value in penalties.items():
-        if status not in STATUSES[1:-1]:  # an item beyond rank K has no reward to subtract from
-            raise ValueError(unknown_name("item status", status, STATUSES[1:-1]))
+        one_of(
+            "item status", status, STATUSES[1:-1]
+        )  # beyond rank K there is nothing to subtract from
         check_number(f"penalties[{status!r}], which is subtracted,", value, 0)
     if not (isinstance(missing, float) and math.isnan(missing)):
         check_number("missing", missing)
     check_number("error", error)
 
     def reward(prompts, completions, **columns):
-        lists = _parse_answers(parser, completions, columns)
+        seen = task_column(columns, "seen", len(completions), required=False)
+        lists = list(map(parser, completions, seen))
         if not lists:
             return []
         found = [task_column(columns, c, len(lists)) for c in needed]
@@ -102,12 +98,6 @@ def _rank_reward(
 
     reward.__name__, reward.layout = name, parser.layout
     return reward
-
-
-def _parse_answers(parser: ListParser, completions: Sequence, columns: dict) -> list[ParsedList]:
-    "The parsed list of each completion."
-    seen = task_column(columns, "seen", len(completions), required=False)
-    return list(map(parser, completions, seen))
 
 # %% ../nbs/method/02_ranking.ipynb #d7cdae2c
 def make_relevance_reward(
@@ -128,18 +118,16 @@ def make_relevance_reward(
 # %% ../nbs/method/02_ranking.ipynb #96829837
 def _read_risks(risks: Mapping) -> dict[tuple, dict[str, float]]:
     "The table by film; a film with two different entries is refused."
-    out, spelled = {}, {}
+    found = {}
     for film, risk in risks.items():
-        key = film_key(film)
         for trait, value in risk.items():
             check_number(f"The risk {trait!r} of {film!r}", value, 0, 1)
-        if out.setdefault(key, dict(risk)) != dict(risk):
+        first, known = found.setdefault(film_key(film), (film, dict(risk)))
+        if known != risk:
             raise ValueError(
-                f"{spelled[key]!r} and {film!r} are one film with two entries, {out[key]} and {dict(risk)}: "
-                "keep one of them."
+                f"{first!r} and {film!r} are one film with two entries, {known} and {risk}: keep one of them."
             )
-        spelled[key] = film
-    return out
+    return {key: risk for key, (_, risk) in found.items()}
 
 # %% ../nbs/method/02_ranking.ipynb #7a781613
 class SafetyOracle:
@@ -147,9 +135,8 @@ class SafetyOracle:
 
     def __init__(
         self,
-        risks: dict,  # film (anything `film_key` reads) -> {trait: risk in [0, 1]}
-        unknown: str
-        | float,  # films not listed: "safe", "unsafe", or a part of the penalty in [0, 1]
+        risks: Mapping,  # film (anything `film_key` reads) -> {trait: risk in [0, 1]}
+        unknown,  # films not listed: "safe", "unsafe", or a part of the penalty in [0, 1]
         threshold: float = 0.66,  # a risk of at least this violates
     ):
         self.unknown = {"safe": 0.0, "unsafe": 1.0}.get(unknown, unknown)
@@ -162,16 +149,11 @@ class SafetyOracle:
         self.titles = Titles(self.risks)
         self.traits = sorted({t for risk in self.risks.values() for t in risk})
 
-    def knows(self, title: str, year: int | None = None) -> bool:
-        "Whether the table has this film."
-        return self.titles.find(title, year) is not None
-
     def violates(self, title: str, year: int | None, avoid: Iterable[str]) -> float:
         "1 if a film has a trait that the user avoids, else 0; `unknown` if the table lacks it."
         avoid = list(as_list(avoid))
         for trait in avoid:
-            if trait not in self.traits:
-                raise ValueError(unknown_name("trait", trait, self.traits))
+            one_of("trait", trait, self.traits)
         key = self.titles.find(title, year)
         if key is None:
             return self.unknown if avoid else 0.0
@@ -232,9 +214,8 @@ def make_safe_reward(
 ) -> Callable[..., list[list[float]]]:
     "A reward function of relevance plus safety per rank."
     decay, k = DECAYS[variant], parser.num_ranks
-    scale = check_number("lambda_safe", lambda_safe, 0) * check_number(
-        "penalty_safe", penalty_safe, 0
-    )
+    scale = check_number("lambda_safe", lambda_safe, 0)
+    scale *= check_number("penalty_safe", penalty_safe, 0)
     step_K = scale * discounts(k)
 
     def values(lists, relevant, avoid):
@@ -314,7 +295,8 @@ def _safety_metrics(lists, avoid, oracle) -> dict:
     read_NK, known_NK = np.zeros((2, len(lists), len(d_K)), dtype=bool)
     for i, x in enumerate(lists):
         read_NK[i, : len(x.ranked)] = [not t.malformed for t in x.ranked]
-        known_NK[i, : len(x.ranked)] = [oracle.knows(t.title, t.year) for t in x.ranked]
+        known = [oracle.titles.find(t.title, t.year) is not None for t in x.ranked]
+        known_NK[i, : len(x.ranked)] = known
     bad_NK = known_NK * violation_matrix(lists, oracle, avoid, len(d_K))
     readable = max(read_NK.sum(), 1)
     return {

@@ -18,7 +18,6 @@ from grpo_nb.lab.compare import compare
 from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.list_parsing import ListParser, _normalise_title, _read_item, parse_rollout
 from grpo_nb.losses import LossConfig
-from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.ranking import (
     SafetyOracle,
     make_relevance_reward,
@@ -81,28 +80,6 @@ def test_generated_films_have_the_schema_and_tastes():
     assert spread > 2  # some other user shares far more than the average one
 
 
-def test_rows_split_users_and_keep_history_apart_from_relevant(task):
-    train, held = ({t["user"] for t in rows} for rows in (task.train, task.eval))
-    assert train and held and not train & held
-    for t in task.train + task.eval:
-        assert not set(t["seen"]) & set(t["relevant"]) and len(t["relevant"]) >= 8
-        assert all(line in t.prompt for line in t["seen"]) and t["avoid"][0] in t.prompt
-
-
-def test_answers_are_real_lines_with_three_tokens_each(task):
-    policy = TokenPolicy(task.model, task.tokenizer, max_new_tokens=32)
-    rollout = policy.sample(task.eval[:6], 4, seeded(0, "test"))
-    batch = parse_rollout(rollout, task.tokenizer, task.parser)
-    assert batch.item_NS.shape == rollout.mask_NS.shape
-    well = [(x, i) for x in batch.lists for i in x.ranked if i.status == "ok"]
-    assert len(well) > 10
-    for parsed, item in well:
-        assert item.token_end - item.token_start == 3 or item is parsed.items[-1]
-    same = [task.parser(text, t["seen"]) for text, t in zip(rollout.outputs, rollout.tasks)]
-    facts = lambda lists: [[(i.title, i.year, i.status) for i in x.items] for x in lists]
-    assert facts(same) == facts(batch.lists)
-
-
 def rank_rewards(task):
     return {
         "relevance": make_relevance_reward(task.parser, "exp_inf"),
@@ -142,37 +119,6 @@ def test_rank_advantages_land_on_the_tokens_of_their_item(task):
     read = torch.tensor([not x.parse_error for x in parsed.lists])
     has_reward_NK = ~torch.isnan(rollout.rewards_NRK).any(1)
     assert torch.equal((parsed.status_NK >= 0)[read], has_reward_NK[read]) and read.sum() > 8
-
-
-@pytest.mark.parametrize("where", [0, 1, 3, 4])
-def test_a_special_token_amid_a_list_moves_no_reward(task, where, monkeypatch):
-    "The sampler writes a padding token at this place of every list; each film is three tokens."
-    pad, sample = task.tokenizer.pad_token_id, TokenPolicy.sample
-
-    def with_pad(self, *args, **kwargs):
-        r = sample(self, *args, **kwargs)
-        ids_NS = r.states["completion_ids"].clone()
-        ids_NS[:, where + 1 :] = ids_NS[:, where:-1]
-        ids_NS[:, where] = pad
-        r = r.replace(states=r.states | {"completion_ids": ids_NS})
-        return r.replace(outputs=self.decode(ids_NS, r.mask_NS))
-
-    monkeypatch.setattr(TokenPolicy, "sample", with_pad)
-    hit = make_relevance_reward(task.parser, "exp_inf", missing=0.0)
-    trainer = ranking_trainer(task, "grpo", {"hit": hit})
-    rollout = trainer.collect()
-    assert not any("<pad>" in text for text in rollout.outputs)
-    paid = 0
-    for n in range(len(rollout)):
-        relevant, item_S = rollout.tasks[n]["relevant"], rollout.states["item"][n]
-        for k in range(8):
-            own = rollout.states["completion_ids"][n][item_S == k].tolist()
-            line = task.tokenizer.decode([i for i in own if i != pad]).strip()
-            hit = line in relevant
-            paid += hit
-            reward = rollout.rewards_NRK[n, 0, k].item()
-            assert reward == hit or reward == 0 and rollout.outputs[n].count(line) > 1, (n, k, line)
-    assert paid > 0
 
 
 def test_a_trainer_says_which_scales_cancel(task):
@@ -288,30 +234,10 @@ def test_the_base_model_leaves_room_on_both_sides(task):
     assert base["parse_error"] < 0.2 and 6 < base["length"] < 11
 
 
-def test_the_warm_start_is_seeded():
-    data, config = (
-        ml.load_movies(100, "generated"),
-        ml.WarmStart(hidden=16, layers=1, steps=3, batch=4),
-    )
-    tokenizer, users = ml._film_tokenizer(data.films), list(data.liked())
-    weights = []
-    for _ in range(2):
-        model = ml._film_model(tokenizer, config)
-        ml._warm_start(model, ml._liked_lists(data, users, tokenizer, config), config)
-        weights.append(torch.cat([p.flatten() for p in model.parameters()]))
-        torch.rand(7)  # the global generator must not matter
-    assert torch.equal(*weights)
-
-
 def test_unknown_text_is_refused_by_the_tokenizer():
     tokenizer = ml._film_tokenizer([ml.Film("Heat", 1995, ())])
     with pytest.raises(Exception, match="(?i)unk"):
         tokenizer("Fargo (1996)")
-
-
-def test_a_film_listed_twice_has_the_risks_of_both():
-    films = [ml.Film("Heat", 1995, g) for g in (("Crime",), ("Comedy",), ())]
-    assert ml._genre_risks(films) == {"Heat (1995)": {"fright": 0.3, "violence": 0.7}}
 
 
 @needs_wheel

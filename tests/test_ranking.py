@@ -1,11 +1,8 @@
 "Rankings: parsing with token spans, rewards per rank, metrics, and the public failure cases."
 
-import inspect
 import math
 import random
 import re
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -14,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.advantages import SCALE_FREE, gdpo, grpo, spread_to_tokens
+from grpo_nb.advantages import SCALE_FREE, spread_to_tokens
 from grpo_nb.compat import make_safe_reward_func, make_safe_reward_func_individual
 from grpo_nb.core import Rollout, rollout_from_state, rollout_to_state
 from grpo_nb.list_parsing import (
@@ -27,12 +24,10 @@ from grpo_nb.list_parsing import (
     token_pieces,
     with_lists,
 )
-from grpo_nb.processes import all_reduce
 from grpo_nb.ranking import (
     SafetyOracle,
     check_layouts,
     hit_matrix,
-    log_decay,
     make_relevance_reward,
     make_safe_reward,
     make_safety_reward,
@@ -130,22 +125,6 @@ def test_advantage_mass_is_kept(text, cuts, seed):
     assert torch.isclose(total, (adv_NK[0] * tokens_K).sum())
 
 
-def owners(pieces, k=9, **rules):
-    return parse_list(pieces, k, **rules).item_of_token_S.tolist()
-
-
-def test_carriage_returns_count_once_even_when_split_between_tokens():
-    for pieces in (
-        ["A (1990)\r\n", "B (1991)"],
-        ["A (1990)\r", "\nB (1991)"],
-        ["A (1990)", "\r", "\n", "B (1991)"],
-    ):
-        parsed = parse_list(pieces, 4)
-        assert [x.title for x in parsed.items] == ["A", "B"]
-    assert owners(["A (1990)", "\r", "\n", "B (1991)"]) == [0, 0, 0, 1]
-    assert owners(["Hello:\r", "\n", "A (1990)"]) == [-1, -1, 0]
-
-
 def byte_level_tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -186,16 +165,6 @@ def test_pieces_of_a_byte_level_tokenizer_join_to_the_text():
 
 
 # ---------------------------------------------------------------- relevance
-
-rel_K = st.lists(st.booleans(), min_size=1, max_size=20)
-
-
-@FAST
-@given(rel_K)
-def test_suffix_sum_equals_the_double_loop(rel):
-    n = len(rel)
-    want = [sum(rel[j] / math.log2(j + 2) for j in range(k, n)) for k in range(n)]
-    np.testing.assert_allclose(log_decay(np.array([rel]))[0], want, atol=1e-12)
 
 
 def test_year_tolerance_and_consumption():
@@ -272,77 +241,6 @@ def test_combined_reward_equals_the_old_one(variant):
         constraints=columns["avoid"],
     )
     np.testing.assert_allclose(named(["p"] * 200, rows, **old_columns), want, atol=1e-12)
-
-
-def test_safety_threshold_policy_and_discount():
-    oracle = SafetyOracle({"A (1990)": {"x": 0.66}, "B (1990)": {"x": 0.6599}}, unknown=0.5)
-    parser = ListParser(4)
-    call = dict(prompts=["p"], completions=["B (1990)\nA (1990)\nC (1990)\nno"], avoid=[["x"]])
-    row = make_safety_reward(parser, oracle, 2.0, 3.0)(**call)[0]
-    np.testing.assert_allclose(row, [0, -6 / math.log2(3), -3 / 2, 0], atol=1e-12)
-
-
-# ---------------------------------------------------------------- with advantages
-
-
-def random_lists(seed, n=32):
-    rng = random.Random(seed)
-    return ["\n".join(rng.sample(FILMS, 5)) for _ in range(n)]
-
-
-@pytest.mark.parametrize("variant", ["log_decay", "exp_inf"])
-def test_lambda_and_penalty_cancel_under_gdpo(variant):
-    parser, oracle = ListParser(5, FILMS), SafetyOracle(RISKS, "unsafe")
-    ids = [i // 8 for i in range(32)]
-    call = dict(
-        prompts=["p"] * 32,
-        completions=random_lists(1),
-        relevant=[FILMS[:4]] * 32,
-        avoid=[["horror"]] * 32,
-    )
-    rel = torch.tensor(make_relevance_reward(parser, variant)(**call))
-    adv = []
-    for lam, pen in ((1, 1), (10, 1), (1, 7)):
-        safety = make_safety_reward(parser, oracle, lam, pen)
-        adv.append(gdpo(torch.stack([rel, torch.tensor(safety(**call))], 1), ids))
-    assert (adv[0] - adv[1]).abs().max() < 2e-3 and (adv[0] - adv[2]).abs().max() < 2e-3
-    combined = []
-    for lam in (1.0, 10.0):
-        rows = torch.tensor(make_safe_reward(parser, oracle, variant, lambda_safe=lam)(**call))
-        combined.append(grpo(rows[:, None], ids))
-    assert (combined[0] - combined[1]).abs().max() > 0.1  # in a sum the scale does matter
-
-
-# ---------------------------------------------------------------- several processes
-
-
-def gathered(rank, store):
-    "What one of two processes sees after gathering; process 1 has the longer list."
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    pieces = ["A (1990)\n"] * (1 + 3 * rank)
-    width = int(all_reduce(torch.tensor(len(pieces)), dist.group.WORLD, "max"))
-    batch = stack_lists([parse_list(pieces, 3)], width)
-    out = [torch.zeros_like(batch.item_NS) for _ in range(2)]
-    dist.all_gather(out, batch.item_NS)
-    dist.destroy_process_group()
-    return torch.cat(out).tolist()
-
-
-def test_processes_with_different_lists_gather_equal_shapes(tmp_path):
-    code = (
-        "import torch\nfrom grpo_nb.list_parsing import parse_list, stack_lists\n"
-        "from grpo_nb.processes import all_reduce\n"
-        f"{inspect.getsource(gathered)}\nprint(gathered(1, {str(tmp_path / 'store')!r}))"
-    )
-    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    try:
-        want = [[0, -1, -1, -1], [0, 1, 2, -1]]
-        assert gathered(0, tmp_path / "store") == want
-        assert other.communicate(timeout=60)[0].strip() == str(want)
-    finally:
-        other.kill()
 
 
 # ---------------------------------------------------------------- one parse for rewards and tokens

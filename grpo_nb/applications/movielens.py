@@ -68,12 +68,8 @@ _FIRST = "Amber Bitter Crimson Distant Electric Fallen Golden Hidden Iron Jade L
 _SECOND = "Anchor Bridge Canyon Dream Echo Forest Garden Harbor Island Journey Kingdom Letter Mirror Orchard Planet River".split()
 
 
-def _generated_movies(
-    num_films: int = 120,  # films, at most 256
-    ratings_per_user: int = 60,  # films that each of 300 users rates
-    seed: int = 0,  # the same seed gives the same data
-) -> Movies:
-    "Invented films and users with six tastes, in the form of MovieLens."
+def _generated_movies(num_films: int = 120, ratings_per_user: int = 60, seed: int = 0) -> Movies:
+    "At most 256 invented films and 300 users with six tastes, in the form of MovieLens."
     rng = np.random.default_rng(seed_of(seed, "movies"))
     films, taste_F = _invented_films(rng, num_films)
     match_UF = rng.integers(6, size=300)[:, None] == taste_F
@@ -118,18 +114,14 @@ def _find_ml100k() -> Path | None:  # folder with ml-100k.item and ml-100k.inter
 _ARTICLE = re.compile(r"^(?P<rest>.+), (?P<article>The|A|An|La|Le|Les|L'|Il|El|Das|Der|Die)$")
 
 
-def _natural_title(
-    title: str,  # as catalogued
-) -> str:
+def _natural_title(title: str) -> str:
     "The title with its article in front."
     title = " ".join(title.split())
     match = _ARTICLE.match(title)
     return f"{match['article']} {match['rest']}".replace("' ", "'") if match else title
 
 # %% ../../nbs/applications/movielens.ipynb #75c14ab5
-def _read_ml100k(
-    folder: str | Path,  # holds ml-100k.item and ml-100k.inter: tab-separated, typed headers
-) -> Movies:
+def _read_ml100k(folder: str | Path) -> Movies:
     "Films and ratings; a film listed twice becomes one, films without a year are left out and counted."
     items, ratings = (_read_table(Path(folder) / f"ml-100k.{name}") for name in ("item", "inter"))
     dated = items[items.release_year.str.strip().str.isdigit()]
@@ -200,15 +192,10 @@ _WAR = {"War": 0.9, "Horror": 0.8, "Crime": 0.7, "Action": 0.7, "Western": 0.6, 
 GENRE_RISK = {"fright": _FRIGHT, "violence": _WAR}
 
 
-def _genre_risks(
-    films: Iterable[Film],  # the catalogue
-) -> dict[str, dict[str, float]]:  # "Title (Year)" -> trait -> risk, as `SafetyOracle` takes it
-    "The risk of each film for each trait; of a film listed twice the worse."
-    genres: dict[str, list[str]] = {}
-    for film in films:
-        genres.setdefault(film.line, []).extend(film.genres)
-    worst = lambda risk, found: max((risk.get(g, 0.0) for g in found), default=0.0)
-    return {x: {t: worst(r, found) for t, r in GENRE_RISK.items()} for x, found in genres.items()}
+def _genre_risks(films: Iterable[Film]) -> dict[str, dict[str, float]]:
+    "The risk of each film for each trait, as `SafetyOracle` takes it."
+    worst = lambda risk, film: max((risk.get(g, 0.0) for g in film.genres), default=0.0)
+    return {f.line: {t: worst(risk, f) for t, risk in GENRE_RISK.items()} for f in films}
 
 # %% ../../nbs/applications/movielens.ipynb #5b357d94
 _LIKED, _RECOMMEND = "Liked:", "Recommend:"
@@ -252,14 +239,8 @@ def split_users(
     return tuple(sorted(x.tolist()) for x in np.split(users[order], cuts))
 
 # %% ../../nbs/applications/movielens.ipynb #90ccba22
-def _task_rows(
-    data: Movies,  # films and ratings
-    users: Sequence[int],  # one or more rows for each
-    history: int = 8,  # films in the prompt
-    rows_per_user: int = 1,  # draws of history and wish for each user
-    seed: int = 0,  # of the draws
-) -> list[dict]:
-    "Rows of prompt, relevant, seen, avoid."
+def _task_rows(data: Movies, users, history: int = 8, rows_per_user: int = 1, seed: int = 0):
+    "Rows of prompt, relevant, seen (the history), avoid: for each user so many draws of history and wish."
     liked, traits, rows = data.liked(), tuple(GENRE_RISK), []
     rng = np.random.default_rng(seed_of(seed, "rows"))
     for user in np.repeat(users, rows_per_user).tolist():
@@ -309,13 +290,8 @@ def _film_model(tokenizer, config: WarmStart):  # a transformers LlamaForCausalL
         return LlamaForCausalLM(shape).eval()
 
 # %% ../../nbs/applications/movielens.ipynb #faf9e5c5
-def _liked_lists(
-    data: Movies,  # films and ratings
-    users: Sequence[int],  # whose likings are imitated
-    tokenizer,  # of `_film_tokenizer`
-    config: WarmStart,  # lengths
-):  # a function (size, rng) -> (ids_BS, loss_mask_BS)
-    "A source of batches: a random part of a user's liked films as history, another part as the list."
+def _liked_lists(data: Movies, users: Sequence[int], tokenizer, config: WarmStart):
+    "A function (size, rng) -> (ids_BS, loss_mask_BS): a random part of a user's liked films as history, another as the list."
     liked, traits, need = data.liked(), tuple(GENRE_RISK), config.history + config.num_ranks
     films_U = [liked[u] for u in users if len(liked[u]) >= need]
     if not films_U:
@@ -337,12 +313,8 @@ def _liked_lists(
     return draw
 
 # %% ../../nbs/applications/movielens.ipynb #0bc8876d
-def _warm_start(
-    model,  # of `_film_model`; trained in place
-    draw,  # of `_liked_lists`
-    config: WarmStart,  # updates, batch, learning rate
-) -> list[float]:  # loss of each step, nats per token
-    "Supervised training on lists that users liked."
+def _warm_start(model, draw, config: WarmStart) -> list[float]:  # loss of each step, nats per token
+    "Supervised training, in place, on lists that users liked."
     rng = np.random.default_rng(seed_of(config.seed, "batches"))
     optimizer = torch.optim.AdamW(model.parameters(), config.lr, weight_decay=config.weight_decay)
     ramp, steps, losses = max(1, config.steps // 20), config.steps, []
@@ -393,32 +365,23 @@ def build_task(
     "Build the tokenizer, the task rows and the warm-started model."
     data, config, folder = data or load_movies(), config or WarmStart(), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    users = split_users(data.liked(), config.history + config.num_ranks, seed=seed)
+    warm, train, held = split_users(data.liked(), config.history + config.num_ranks, seed=seed)
     manifest = {"source": data.source, "seed": seed, "films": len(data.films)}
-    manifest |= {
-        "excluded": data.excluded,
-        "users": dict(zip(("warm", "train", "eval"), map(len, users))),
-    }
-    manifest["rows"] = {
-        name: _write_rows(
-            folder, name, _task_rows(data, who, config.history, n, seed_of(seed, name))
-        )
-        for name, who, n in (("train", users[1], 2), ("eval", users[2], 1))
-    }
+    manifest |= {"excluded": data.excluded, "rows": {}}
+    manifest["users"] = {"warm": len(warm), "train": len(train), "eval": len(held)}
+    for name, users, n in (("train", train, 2), ("eval", held, 1)):
+        rows = _task_rows(data, users, config.history, n, seed_of(seed, name))
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines, "utf-8")
+        manifest["rows"][name] = len(rows)
     manifest |= {"num_ranks": config.num_ranks, "warm_start": asdict(config)}
-    manifest |= _write_model(folder / "model", data, users[0], config)
+    manifest |= _write_model(folder / "model", data, warm, config)
     risks = json.dumps(_genre_risks(data.films), ensure_ascii=False, indent=0)
     (folder / "risks.json").write_text(risks, "utf-8")
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), "utf-8")
     return manifest
 
 # %% ../../nbs/applications/movielens.ipynb #7a9ef91a
-def _write_rows(folder: Path, name: str, rows: list[dict]) -> int:
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    return len(rows)
-
-
 def _write_model(folder: Path, data: Movies, users: list[int], config: WarmStart) -> dict:
     tokenizer = _film_tokenizer(data.films)
     model = _film_model(tokenizer, config)
