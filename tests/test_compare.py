@@ -15,21 +15,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_nb.cli import main
 from grpo_nb.files import Lock, RunLocked
 from grpo_nb.lab.budgets import Samples, Seconds, Steps, Tokens
 from grpo_nb.lab.compare import compare
-from grpo_nb.lab.paired_statistics import improvement, verdict
+from grpo_nb.lab.paired_statistics import verdict
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.record import Run
-from grpo_nb.lab.report import common_curve
 from grpo_nb.lab.runs import FailedRun, run_job
 from grpo_nb.lab.spec import Spec, plan_runs
 from grpo_nb.lab.study import Study
-from grpo_nb.statistics import t_interval
 from grpo_nb.tasks import data_path
 from grpo_nb.trainer import GRPO
 
@@ -271,11 +267,8 @@ def test_workers_know_what_a_notebook_has_registered(tmp_path):
 
 
 def test_a_folder_has_one_study_at_a_time(tmp_path):
-    lock = Lock(tmp_path / "study.lock")
-    lock.acquire()
-    with pytest.raises(RunLocked):
+    with Lock(tmp_path / "study.lock"), pytest.raises(RunLocked):
         contest(seeds=[0], budget=Steps(1), dir=tmp_path)
-    lock.release()
 
 
 # what is refused
@@ -444,14 +437,10 @@ def test_variants_that_are_the_same_are_runs_of_their_own(tmp_path):
 
 
 def test_identical_arms_do_not_differ(tmp_path):
-    row = (
-        contest({"a": {}, "b": {}}, seeds=range(6), budget=Steps(3), dir=tmp_path)
-        .table()
-        .frame.loc[1]
-    )
-    assert (
-        row[["difference", "difference_low", "difference_high", "detectable"]].tolist() == [0] * 4
-    )
+    study = contest({"a": {}, "b": {}}, seeds=range(6), budget=Steps(3), dir=tmp_path)
+    row = study.table().frame.loc[1]
+    zero = ["difference", "difference_low", "difference_high", "detectable"]
+    assert row[zero].tolist() == [0] * 4
     assert row["verdict"] == "no difference detected"
     assert row["better"] == 0.5 and row["better_low"] < 0.5 < row["better_high"]
 
@@ -482,35 +471,6 @@ def test_a_study_of_nothing_finds_nothing_in_95_of_100(n, noise):
     assert np.mean(equal) < 0.05  # a true difference of the margin
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2, max_size=9), st.randoms()
-)
-def test_statistics_do_not_depend_on_the_order_of_runs(pairs, random):
-    mixed = random.sample(pairs, len(pairs))
-    a, b = (np.array([x - y for x, y in p]) for p in (pairs, mixed))
-    assert t_interval(a) == pytest.approx(t_interval(b), rel=1e-6, abs=1e-9, nan_ok=True)
-    one, two = (improvement(*zip(*p)) for p in (pairs, mixed))
-    assert one == pytest.approx(two)
-    p, low, high = one
-    assert 0 <= low <= p <= high <= 1
-
-
-SORTED = st.lists(st.floats(0, 10), min_size=2, max_size=6, unique=True)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(SORTED, min_size=1, max_size=4))
-def test_curves_are_never_extrapolated(xs):
-    runs = [(np.sort(x), np.arange(len(x), dtype=float)) for x in map(np.array, xs)]
-    low, high = max(x[0] for x, _ in runs), min(x[-1] for x, _ in runs)
-    if low <= high:
-        at, y = common_curve(runs)
-        assert at.min() >= low and at.max() <= high and y.shape == (len(runs), len(at))
-        for row, (_, v) in zip(y, runs):
-            assert v.min() <= row.min() and row.max() <= v.max()
-
-
 # tables and pages
 
 
@@ -519,10 +479,7 @@ def test_reports_escape_what_they_draw(tmp_path):
     odd = [r"$\frac$", "$", "_mine", "<i>&|", "{{ 3 }}", "a_b^{", "\\", "ü 中", "50% #2"]
     arms = {k: {"make.rate": 0.05 * i} for i, k in enumerate(odd, 1)}
     study = contest(arms, seeds=range(5), budget=Steps(3), eval_every=Steps(1), dir=tmp_path / "d")
-    assert (
-        "<i>" not in study.table()._repr_html_()
-        and "font-weight: bold" in study.table()._repr_html_()
-    )
+    assert "<i>" not in study.table()._repr_html_()
     for title in (3, r"$\frac$", "<i>{{ 3 }}", None):
         page = study.report(tmp_path / "r.html", title).read_text()
         assert "<i>" not in page and "{{ 3 }}" in page and r"$\frac$" in page
@@ -549,9 +506,7 @@ def test_another_metric_and_an_unknown_one(tmp_path):
     assert study.table("eval_greedy", "fast").frame["difference"][0] < 0
     assert "; 97.5% intervals" in str(study.table("eval_greedy", level=0.975))
     for wrong, match in (
-        (lambda: study.table("eval_gredy"), "eval_greedy"),
         (lambda: study.plot(metric="eval_gredy"), "eval_greedy"),
-        (lambda: study.plot(x="step2"), "Unknown column"),
         (lambda: study.table(margin=-1), "margin must be > 0"),
         (lambda: study.table(level=95), "level must be > 0 and < 1"),
     ):
@@ -620,11 +575,6 @@ def test_a_table_of_some_variants(tmp_path):
     assert width(same) > width(table.frame.loc[1])  # three differences, and one
     page = study.report(tmp_path / "r.html", variants=["slow", "even"]).read_text()
     assert page.count(">even</td>") > page.count(">fast</td>")
-    for show in (study.table, study.plot):
-        with pytest.raises(ValueError, match="Did you mean 'slow'"):
-            show(variants=["slwo"])
-    with pytest.raises(ValueError, match="Unknown baseline 'slow'"):
-        study.table(variants=["fast", "even"], baseline="slow")
 
 
 def test_a_variant_of_which_every_run_failed_raises_and_the_others_are_kept(tmp_path):
@@ -681,21 +631,6 @@ def test_values_of_any_kind_can_be_tuned(tmp_path):
     assert "<th>chosen</th>" in study.report(tmp_path / "r.html").read_text()
 
 
-def test_the_mean_over_a_run_can_be_the_score(tmp_path):
-    kw = {"make": by_lr, "seeds": range(3), "budget": Samples(640), "eval_every": Samples(128)}
-    kw |= {"tune": {"optimizer.lr": [0.1, 0.05]}}
-    study = compare({"a": {}}, metric="mean_eval_sampled", dir=tmp_path / "d", **kw)
-    for r in study.runs:  # tuning runs too
-        assert sum(v is not None for v in r["curve"]["eval_sampled"]) == 6
-    assert set(study.frame()["optimizer.lr"]) == {0.1}
-    value = study.table().frame["value"].item()
-    assert value == pytest.approx(study.frame()["mean_eval_sampled"].mean())
-    assert study.plot().axes[0].get_ylabel() == "eval sampled"
-    last_only = compare({"a": {}}, dir=tmp_path / "p", **kw)
-    tuned = [r for r in last_only.runs if r["phase"] == "tune"]
-    assert all(sum(v is not None for v in r["curve"]["eval_sampled"]) == 2 for r in tuned)
-
-
 def test_stored_studies_of_the_tutorials_are_read():
     files = [f for f in (ROOT / "studies").glob("*.json") if "spec" in json.loads(f.read_text())]
     for file in files:
@@ -706,12 +641,8 @@ def test_stored_studies_of_the_tutorials_are_read():
 
 # real runs
 
-BASE = {
-    "train_batch_size": 3,
-    "num_generations": 4,
-    "policy": {"max_new_tokens": 8},
-    "eval": {"limit": 6, "samples": 2},
-}
+BASE = {"train_batch_size": 3, "num_generations": 4, "policy": {"max_new_tokens": 8}}
+BASE |= {"eval": {"limit": 6, "samples": 2}}
 
 
 def test_real_runs_share_their_start_and_their_tasks(tmp_path):
@@ -818,9 +749,8 @@ def processes_of(mark):
     for at in Path("/proc").glob("[0-9]*"):
         try:
             dead = at.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "Z"
-            if not dead and f"MARK={mark}".encode() in at.joinpath("environ").read_bytes().split(
-                b"\0"
-            ):
+            marks = at.joinpath("environ").read_bytes().split(b"\0")
+            if not dead and f"MARK={mark}".encode() in marks:
                 found.append(int(at.name))
         except OSError:
             pass

@@ -12,7 +12,6 @@ from nbclient import NotebookClient
 from grpo_nb.config import build_config
 from grpo_nb.lab import plots
 from grpo_nb.lab.diagnosis import Thresholds, diagnose
-from grpo_nb.lab.frames import need
 from grpo_nb.lab.plots import LivePlot
 from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.lab.record import Run
@@ -72,12 +71,6 @@ def test_each_rule_sees_its_run_and_only_that(rule):
     assert (quiet.prescription == "").all()
 
 
-def test_rules_without_rows_are_skipped():
-    assert (diagnose(pd.DataFrame({"step": []})).verdict == "SKIPPED").all()
-    evidence = diagnose(healthy()[["step", "reward"]]).set_index("rule").evidence
-    assert evidence["D1 dead groups"] == "missing frac_reward_zero_std"
-
-
 def test_thresholds_come_from_the_configuration_and_are_shown(tmp_path):
     config = {"update": {"kl_stop": {"target": 0.1, "factor": 3.0}}}
     with Run.create(tmp_path / "r", config) as run:
@@ -116,47 +109,15 @@ def test_every_panel_draws_what_was_logged():
     assert by_title["throughput"].lines[0].get_ydata().tolist() == [10.0] * 199
 
 
-def test_nothing_logged_is_a_picture_that_says_so(tmp_path):
-    for source in (pd.DataFrame({"step": []}), pd.DataFrame({"step": [1], "mystery": [2.0]})):
-        fig = plots.plot_run(source)
-        assert (
-            set(fig.left_out) == set(plots.PANELS)
-            and fig.axes[0].texts[0].get_text() == "nothing to plot"
-        )
-        fig.savefig(tmp_path / "x.png")
-    assert plots.plot_runs({"a": pd.DataFrame({"step": [1]})}).left_out == {"a": "missing reward"}
-
-
 def test_plots_of_a_run_read_its_files(tmp_path):
     with Run.create(tmp_path / "r") as run:
         for step in (1, 2):
             run.log(step, {"reward": 0.5 * step, "tokens_generated": 100 * step})
-            samples = [
-                dict(group=g, prompt=f"p{g}", completion="c", reward=float(g), advantage=g - 0.5)
-                for g in (0, 1)
-            ]
-            run.log_samples(step, samples)
+            run.log_samples(step, [dict(group=g, prompt=f"p{g}", reward=float(g)) for g in (0, 1)])
     assert plots.plot_pass_rates(run).axes[0].images[0].get_array().tolist() == [[1, 1], [0, 0]]
-    for runs in (
-        {"r": run, "dir": tmp_path / "r"},
-        [run, tmp_path / "r"],
-        run,
-        str(tmp_path / "r"),
-    ):
+    for runs in ({"r": run, "d": run.dir}, [run, run.dir], run, str(run.dir)):
         line = plots.plot_runs(runs, x="tokens_generated").axes[0].lines[0]
         assert line.get_xdata().tolist() == [100, 200] and line.get_ydata().tolist() == [0.5, 1.0]
-
-
-def test_a_notebook_can_add_a_panel():
-    @plots.PANELS.register("double")
-    def double(frame):
-        return plots.Panel("double", {"x": 2 * need(frame, "reward")})
-
-    try:
-        fig = plots.plot_run(healthy(10), ["double"])
-        assert fig.axes[0].lines[0].get_ydata().tolist() == (2 * healthy(10).reward).tolist()
-    finally:
-        del plots.PANELS["double"]
 
 
 def test_live_plot_that_fails_is_reported_once(monkeypatch):
@@ -177,12 +138,8 @@ def test_the_held_out_score_has_one_name_for_panel_and_rule(name):
 
 
 def test_a_run_of_ones_own_has_a_held_out_line(tmp_path):
-    base = {
-        "train_batch_size": 2,
-        "num_generations": 2,
-        "steps": 2,
-        "policy": {"max_new_tokens": 4},
-    }
+    base = {"train_batch_size": 2, "num_generations": 2, "steps": 2}
+    base |= {"policy": {"max_new_tokens": 4}}
     base |= {"eval": {"every": 1, "limit": 2, "samples": 2}, "run": {"dir": str(tmp_path / "r")}}
     with contextlib.closing(GRPO.from_config(build_config(GRPOConfig, base))) as trainer:
         trainer.fit()
@@ -202,9 +159,8 @@ def test_names_are_drawn_as_they_are(tmp_path):
     fig.savefig(tmp_path / "x.png")
     shown = [t.get_text().strip() for t in fig.axes[0].get_legend().get_texts()]
     assert {k.replace("$", r"\$") for k in ODD if k} <= set(shown)
-    plots.plot_runs(dict.fromkeys(ODD, frame), y=r"rewards/$\frac$/mean").savefig(
-        tmp_path / "x.png"
-    )
+    fig = plots.plot_runs(dict.fromkeys(ODD, frame), y=r"rewards/$\frac$/mean")
+    fig.savefig(tmp_path / "x.png")
 
 
 CELLS = [

@@ -1,6 +1,5 @@
 """The run directory under faults: torn lines, full disks, kills, two writers, resumes, a mirror that fails."""
 
-import json
 import math
 import os
 import signal
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 from grpo_nb.files import RunLocked, _repair_tail, json_line, read_jsonl
 from grpo_nb.lab.diagnosis import diagnose
-from grpo_nb.lab.frames import _fill_level, metric_row, sample_rows
+from grpo_nb.lab.frames import metric_row
 from grpo_nb.lab.plots import plot_run
 from grpo_nb.lab.record import Run
 
@@ -79,26 +78,6 @@ def test_a_file_cut_anywhere_keeps_every_whole_row(tmp_path_factory, n, cut):
     ]
     assert not broken and [r["step"] for r in rows] == expected
     assert (last and last["step"]) == (expected[-1] if expected else None)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 200))
-def test_fill_level_uses_the_budget_and_never_more(lengths, budget):
-    level = _fill_level(lengths, budget)
-    used = sum(min(n, level) for n in lengths)
-    assert used <= budget
-    if level < max(lengths):
-        assert sum(min(n, level + 1) for n in lengths) > budget
-
-
-def test_sample_caps_hold():
-    rows = [
-        dict(group=i // 4, prompt="p" * 50, completion="c" * 500, reward=0.0) for i in range(40)
-    ]
-    kept, dropped = sample_rows(1, rows, max_rows=10, max_chars=900)
-    assert len(kept) == 8 and dropped == 32  # two whole groups; a third does not fit
-    marks = sum(r[k].count("characters left out") for r in kept for k in ("prompt", "completion"))
-    assert marks == 8 and all(len(r["prompt"]) == 50 for r in kept)
 
 
 class Faulty:
@@ -205,15 +184,6 @@ def test_resume_at_every_step_gives_the_same_bytes(tmp_path, cut):
     assert not list((tmp_path / "cut").glob(".*"))
 
 
-def test_a_resolved_omegaconf_configuration_is_stored(tmp_path):
-    from omegaconf import OmegaConf
-
-    config = OmegaConf.create({"lr": 1e-6, "loss": {"clip": 0.2}, "copy": "${lr}"})
-    with Run.create(tmp_path / "r", config) as run:
-        pass
-    assert run.config == {"lr": 1e-6, "loss": {"clip": 0.2}, "copy": 1e-6}
-
-
 def test_reading_takes_no_lock_and_writes_nothing(tmp_path):
     with Run.create(tmp_path / "r") as run:
         run.log(1, {"reward": 1.0})
@@ -299,34 +269,6 @@ def test_a_forked_child_does_not_release_the_lock(tmp_path):
     assert child.communicate()[0] == "held\n"
     with Run.create(tmp_path / "r", resume=True) as run:  # released when the parent ended
         run.log(1, {})
-
-
-def test_race_for_a_stale_lock_has_one_winner(tmp_path):
-    Run.create(tmp_path / "r").close()
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    owner = dict(pid=dead.pid, host="here")
-    (tmp_path / "r/lock").write_text(json.dumps(owner))
-    code = """
-        import sys
-        from grpo_nb.files import RunLocked
-        from grpo_nb.lab.record import Run
-        run = Run.open(sys.argv[1])
-        sys.stdin.readline()
-        try:
-            run.log(1, {}); print("won", flush=True); sys.stdin.readline()
-        except (RunLocked, ValueError):
-            print("lost", flush=True)
-    """
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    children = [python(code, tmp_path / "r", **pipes) for _ in range(3)]
-    for c in children:
-        c.stdin.write("go\n")
-        c.stdin.flush()
-    said = [c.stdout.readline().strip() for c in children]
-    for c in children:
-        c.communicate("end\n")
-    assert sorted(said) == ["lost", "lost", "won"]
 
 
 # ------------------------------------------------------------------------------------------- wandb

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..config import one_of
-from ..files import finite as finite
-from ..files import plain
+from ..files import finite, plain
 
 # %% ../../nbs/lab/00_frames.ipynb #82b0487c
 def _plain_number(value, key: str = "value"):

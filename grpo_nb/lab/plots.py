@@ -35,11 +35,14 @@ class _Figure(Figure):
 
     shown = False
 
+    def png(self, **options) -> bytes:
+        data = io.BytesIO()
+        self.savefig(data, format="png", metadata={"Software": None}, **options)
+        return data.getvalue()
+
     def _repr_mimebundle_(self, **_):
         self.shown = True
-        data = io.BytesIO()
-        self.savefig(data, format="png", metadata={"Software": None})
-        return {"image/png": data.getvalue(), "text/plain": str(self)}
+        return {"image/png": self.png(), "text/plain": str(self)}
 
 # %% ../../nbs/lab/02_plots.ipynb #0fe90b7d
 def label_of(name) -> str:

@@ -7,7 +7,6 @@ __all__ = ['Table', 'common_curve']
 
 # %% ../../nbs/lab/05_report.ipynb #5cde52d8
 import base64
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,9 +61,8 @@ def _row(table: "Table", name: str, scores: Mapping[str, Mapping[int, float]]) -
         ("better", improvement(*pair, level) if d else none),
     ):
         row |= dict(zip((what, f"{what}_low", f"{what}_high"), found))
-    row["detectable"] = (
-        detectable(len(d), arms, level) * np.std(d, ddof=len(d) > 1) if d else math.nan
-    )
+    spread = np.std(d, ddof=len(d) > 1) if d else math.nan
+    row["detectable"] = detectable(len(d), arms, level) * spread
     row["verdict"] = "" if row["failed"] else verdict(d, arms, level, table.margin)
     budget = to_budget(study.spec["budget"])
     used = [budget.spent({k: v[-1] for k, v in r["curve"].items()}) for r in runs if r.get("curve")]
@@ -145,9 +143,8 @@ class Table:
         return self.frame["verdict"].isin(["higher", "lower"]).tolist()
 
 # %% ../../nbs/lab/05_report.ipynb #1f96fec7
-def _span(row: Mapping[str, float], what: str, form: str) -> str:
-    "A number with its interval, from the columns `what`, `what_low` and `what_high`."
-    value, low, high = (row[k] for k in (what, f"{what}_low", f"{what}_high"))
+def _span(value: float, low: float, high: float, form: str) -> str:
+    "A number with its interval."
     if math.isnan(value):
         return ""
     return f"{value:{form}}" + ("" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]")
@@ -159,17 +156,18 @@ def text(self: Table):
     import pandas as pd
 
     rows, edges = [], self.study.edges()
+    span = lambda r, what, form: _span(r[what], r[f"{what}_low"], r[f"{what}_high"], form)
     for r in self.frame.to_dict("records"):
         row = {"variant": r["variant"]}
         for key in self.study.tuned:
             shown = f"{r[key]:g}" if isinstance(r[key], float) else str(r[key] or "")
             row[key.split(".")[-1]] = shown + " (edge)" * (key in edges.get(r["variant"], ()))
         row["seeds"] = f"{r['n']}" + (f" ({r['failed']} failed)" if r["failed"] else "")
-        row[self.metric] = _span(r, "value", ".3f")
-        row[f"difference to {self.baseline}"] = _span(r, "difference", "+.3f")
+        row[self.metric] = span(r, "value", ".3f")
+        row[f"difference to {self.baseline}"] = span(r, "difference", "+.3f")
         row["detectable"] = "" if math.isnan(r["detectable"]) else f"{r['detectable']:.3f}"
         row["verdict"] = r["verdict"]
-        row[f"P({self.direction})"] = _span(r, "better", ".2f")
+        row[f"P({self.direction})"] = span(r, "better", ".2f")
         row["budget used"] = "" if math.isnan(r["spent"]) else f"{r['spent']:,.0f}"
         rows.append(row)
     frame = pd.DataFrame(rows)
@@ -222,7 +220,6 @@ def table(
 # %% ../../nbs/lab/05_report.ipynb #0542c39d
 _AXES = {
     "rollouts": ("n_rollouts_generated", "samples generated"),
-    "samples": ("n_rollouts_generated", "samples generated"),
     "tokens": ("tokens_generated", "tokens generated"),
     "seconds": ("seconds", "seconds of training"),
     "steps": ("step", "training steps"),
@@ -302,11 +299,8 @@ def gains(self: Study):
         for name, part in done.groupby("variant", sort=False):
             before, after = part[f"start_{metric}"].astype(float), part[metric].astype(float)
             row = {"score": metric.removeprefix("eval_"), "variant": name}
-            for what, form, x in (("after", ".3f", after), ("gain", "+.3f", after - before)):
-                row |= dict(zip((what, f"{what}_low", f"{what}_high"), t_interval(x)))
-                row[what] = _span(row, what, form)
-            row["before"] = f"{before.mean():.3f}"
-            rows.append({k: row[k] for k in ("score", "variant", "before", "after", "gain")})
+            row |= {"before": f"{before.mean():.3f}", "after": _span(*t_interval(after), ".3f")}
+            rows.append(row | {"gain": _span(*t_interval(after - before), "+.3f")})
     return pd.DataFrame(rows)
 
 # %% ../../nbs/lab/05_report.ipynb #43393f6f
@@ -356,9 +350,7 @@ def _pictures(study: Study, variants: Sequence[str] | None) -> list[str]:
             about = f"{name} along {_AXES[x][1]}: mean and 95 % interval over seeds"
             figure, (ax,) = make_figure(row_height=3.4)
             study.plot(x, name, variants, ax)
-            data = io.BytesIO()
-            figure.savefig(data, format="png", dpi=150, metadata={"Software": None})
-            code = base64.b64encode(data.getvalue()).decode()
+            code = base64.b64encode(figure.png(dpi=150)).decode()
             out.append(f'<img alt="{escape(about)}" src="data:image/png;base64,{code}">')
     return out
 
@@ -381,17 +373,18 @@ def report(
 ) -> Path:
     "One page with configuration, environment, tables and plots; nothing in it is loaded from elsewhere."
     from jinja2 import Environment
-    from markupsafe import Markup, escape
+    from markupsafe import Markup
 
     first, kw = self.table(**kw), {k: v for k, v in kw.items() if k != "metric"}
     others = [self.table(k, **kw) for k in self.score_names() if k != first.metric]
-    failed = [r for r in self.reported if r["status"] != "done"]
     tuned = ["variant", "seed", *self.tuned, self.spec["metric"], "chosen", "edge"]
-    trace = "<p>{}, seed {}</p><pre>{}</pre>"
-    traces = [trace.format(*(escape(r[k]) for k in ("variant", "seed", "error"))) for r in failed]
+    trace = Markup("<p>{variant}, seed {seed}</p><pre>{error}</pre>").format_map
+    traces = [trace(r) for r in self.reported if r["status"] != "done"]
     sections = {
         "": [first._repr_html_(), *_pictures(self, kw.get("variants"))],
-        "Other scores": [f"<h3>{escape(t.metric)}</h3>{t._repr_html_()}" for t in others],
+        "Other scores": [
+            Markup("<h3>{}</h3>").format(t.metric) + Markup(t._repr_html_()) for t in others
+        ],
         "What was compared": [_yaml({k: v for k, v in self.spec.items() if k != "functions"})],
         "Tuning": [_html(self.tuning()[tuned])] if self.spec["tune"] else [],
         "Runs": [_runs_table(self)],

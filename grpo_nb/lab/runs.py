@@ -29,9 +29,17 @@ from fastcore.basics import patch
 
 from ..config import config_tree, override
 from ..core import Registry
-from ..files import Appender, RunLocked, hide_secrets, read_jsonl, secret_texts, write_atomic
+from grpo_nb.files import (
+    Appender,
+    RunLocked,
+    finite,
+    hide_secrets,
+    read_jsonl,
+    secret_texts,
+    write_atomic,
+)
 from .budgets import Budget, Samples, Seconds, Steps
-from .frames import finite, flat_keys
+from .frames import flat_keys
 from .recipe import GRPOConfig, open_rewards
 from ..metrics import COUNTERS
 from .log_importers import OURS

@@ -17,9 +17,8 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..config import unknown_name
-from ..files import write_atomic
+from ..files import finite, write_atomic
 from .budgets import Seconds, to_budget
-from .frames import finite
 from ..metrics import COUNTERS
 
 # %% ../../nbs/lab/04_study.ipynb #8df559bd
