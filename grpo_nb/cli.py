@@ -49,12 +49,8 @@ def _score_table(columns: Mapping[str, Scores]) -> str:
         spans = (s.values[name] for s in columns.values())
         shown = (f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in spans)
         lines.append(f"{name:<18}" + "".join(f" {text:>24}" for text in shown))
-    return "\n".join(
-        [
-            *lines,
-            f"({last.n_tasks} unseen tasks; sampled: {last.n_samples} samples each; 95 % bootstrap intervals over tasks)",
-        ]
-    )
+    said = f"({last.n_tasks} unseen tasks; sampled: {last.n_samples} samples each; 95 % bootstrap intervals over tasks)"
+    return "\n".join([*lines, said])
 
 # %% ../nbs/07_cli.ipynb #3a0e021d
 def _plan(config: GRPOConfig, recipe: str | Path | None = None) -> str:
@@ -166,11 +162,6 @@ def _read_block(block: Mapping[str, Any]) -> dict[str, Any]:
     out["variants"] = {str(k): common | flat_keys(v or {}) for k, v in out["variants"].items()}
     one_of("compare.baseline", out.get("baseline", next(iter(out["variants"]))), out["variants"])
     check_number("compare.seconds", out.get("seconds", 1), 0, above=True)
-    seeds = out.get("seeds", 1)
-    counts = {k: out.get(k, 1) for k in ("workers", "threads")}
-    counts["seeds"] = seeds if isinstance(seeds, (int, float)) else 1
-    for key, value in counts.items():
-        check_number(f"compare.{key}", value, 1, whole=True)
     return out
 
 # %% ../nbs/07_cli.ipynb #9407a534
@@ -321,12 +312,8 @@ def _what_if(
     if plot is not None:
         found.plot().savefig(plot, dpi=100)
     tables = (t.to_string(float_format="{:.3f}".format) for t in (found.table(), found.filtering()))
-    return "\n\n".join(
-        [
-            *tables,
-            "These are the samples this run drew: with another estimator or filter the policy would have gone elsewhere.",
-        ]
-    )
+    said = "These are the samples this run drew: with another estimator or filter the policy would have gone elsewhere."
+    return "\n\n".join([*tables, said])
 
 # %% ../nbs/07_cli.ipynb #f93da3aa
 class _Parser(argparse.ArgumentParser):
@@ -354,12 +341,8 @@ def _make_parser() -> _Parser:
         elif name != "demo":
             s.add_argument("recipe", nargs="?", help="YAML file; the defaults without it")
         if name == "train":
-            s.add_argument(
-                "--from",
-                dest="library",
-                choices=("trl", "verl", "trinity"),
-                help="the recipe is a file of that library",
-            )
+            libraries, of = ("trl", "verl", "trinity"), "the recipe is a file of that library"
+            s.add_argument("--from", dest="library", choices=libraries, help=of)
             s.add_argument("--processes", type=int, default=1, help="of that run, for trl")
         block = "; compare.key=value for the block" if name in ("compare", "demo") else ""
         s.add_argument("overrides", nargs="*", help=f"key.sub=value{block}")

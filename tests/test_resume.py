@@ -471,16 +471,14 @@ def test_gradients_that_are_not_finite_are_skipped_counted_and_stop_training(tmp
     t.close()
 
 
-@pytest.mark.parametrize("fault", ["damaged", "format"])
-def test_a_run_none_of_whose_checkpoints_can_be_read_is_left_as_it_is(fault, tmp_path):
+def test_a_run_none_of_whose_checkpoints_can_be_read_is_left_as_it_is(tmp_path):
     t = make(tmp_path / "r").fit(3)
     t.close()
     path = latest(tmp_path / "r" / "checkpoints")
     told = json.loads((path / "manifest.json").read_text())
-    text = "x" if fault == "damaged" else json.dumps(told | {"format": 0})
-    (path / "manifest.json").write_text(text)
+    (path / "manifest.json").write_text(json.dumps(told | {"format": 0}))
     again = make(tmp_path / "r", "run.if_exists=resume")
-    with pytest.warns(UserWarning) if fault == "format" else contextlib.nullcontext():
+    with pytest.warns(UserWarning, match="format 0, this version reads 2"):
         with pytest.raises(CheckpointError, match="the run is left as it is"):
             again.fit(1)
     assert [r["step"] for r in rows(t)] == [1, 2, 3]

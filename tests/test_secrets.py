@@ -119,16 +119,8 @@ def seen():
 
 
 URL = "https://user:pw@host"
-OPTIONS = {
-    "rewards.functions": {
-        "judge": {
-            "reward": "needs_secrets",
-            "api_key": KEY,
-            "secret_word": WORD,
-            "judge": {"url": URL},
-        }
-    }
-}
+JUDGE = {"reward": "needs_secrets", "api_key": KEY, "secret_word": WORD, "judge": {"url": URL}}
+OPTIONS = {"rewards.functions": {"judge": JUDGE}}
 SMALL = {"steps": 2, "train_batch_size": 2, "num_generations": 2, "policy.max_new_tokens": 4}
 SMALL |= {"run.progress": False, "eval.every": 0}
 

@@ -67,7 +67,7 @@ def _grade(value: float, limits: Sequence[float]) -> str:
     "Verdict of a number that should be small."
     return "CRITICAL" if value > limits[-1] else "WARN" if value > limits[0] else "OK"
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #03dd9976
+
 def _worst(*verdicts: str) -> str:
     return max(verdicts, key=("OK", "WARN", "CRITICAL").index)
 
@@ -81,7 +81,7 @@ def _mean(x: np.ndarray) -> float:
     x = x[np.isfinite(x)]
     return float(np.mean(x)) if len(x) else math.nan
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #9048874e
+
 def _recent(x: np.ndarray, n: int) -> float:
     "Mean of the last n values that are there."
     return _mean(x[np.isfinite(x)][-n:])
@@ -126,9 +126,7 @@ def _dead_groups(frame, t: Thresholds) -> _Finding:
         if high > 2 * low:
             say = "The tasks are too easy: harder tasks, or a selector that leaves the solved ones out."
         elif low > 2 * high:
-            say = (
-                "The tasks are too hard: easier ones first, more generations, or a partial reward."
-            )
+            say = "The tasks are too hard: easier ones, more generations, or a partial reward."
     why = f"equal rewards give advantage 0; {t.dead_steps} steps in a row above {level:.0%}"
     return _Finding(verdict, said, why, say)
 

@@ -41,16 +41,14 @@ _HINT = re.compile(  # a line that should have been understood
 def _match_line(line: str) -> list[tuple[str, dict]]:
     "What a line says, with the numbers in it; a percentage stays the text that was printed."
 
-    def number(name, text):
-        return text if name.endswith("_printed") else int(text) if text.isdigit() else float(text)
-
+    number = lambda k, v: v if k.endswith("_printed") else int(v) if v.isdigit() else float(v)
     line = re.sub(r"\b(?:np|numpy|tensor)\.?\w*\(([^()]*)\)", r"\1", line)  # np.int64(2)
-    found = ((fact, re.search(text, line)) for fact, text in _PATTERNS.items())
-    return [
-        (fact, {k: number(k, v) for k, v in match.groupdict().items() if v is not None})
-        for fact, match in found
-        if match
-    ]
+    found = []
+    for fact, text in _PATTERNS.items():
+        if match := re.search(text, line):
+            there = {k: v for k, v in match.groupdict().items() if v is not None}
+            found.append((fact, {k: number(k, v) for k, v in there.items()}))
+    return found
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #1c3c4868
 class _Reader:
@@ -97,9 +95,6 @@ class _Reader:
         self.batch = batch
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #35d806be
-_ENDS = ("cap", "full", "partial", "skipped")
-
-
 def _take_in(reader: _Reader, fact: str, numbers: dict):
     "Tell the reader one fact of a line."
     last = reader.steps[-1] if reader.steps else None
@@ -107,7 +102,7 @@ def _take_in(reader: _Reader, fact: str, numbers: dict):
         reader.open_batch(numbers)
     elif fact == "more":
         reader.number(numbers["batch"])
-    elif fact in _ENDS:
+    elif fact in ("cap", "full", "partial", "skipped"):
         # an error at the limit may be printed twice; what was done about it counts
         step = last if last and last["outcome"] == "cap" and fact != "full" else reader.step()
         step["outcome"] = fact
@@ -279,9 +274,8 @@ def _log_text(source: str | Path) -> str:
         return data.decode("utf-16" if wide else "utf-8-sig", errors="replace")
     if isinstance(source, str) and _match_line(source):
         return source
-    raise FileNotFoundError(
-        f"No log file {str(source)!r}. Give an existing file, or the text of a log."
-    )
+    said = f"No log file {str(source)!r}. Give an existing file, or the text of a log."
+    raise FileNotFoundError(said)
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #aa602fb9
 def format_summary(

@@ -337,14 +337,9 @@ def show_in_cell(fig: _Figure) -> _Figure:
 
 # %% ../../nbs/lab/02_plots.ipynb #671873a1
 @patch
-def plot(
-    self: Run,
-    panels: str | Sequence[str] | None = None,  # as in `plot_run`
-    x: str = "step",
-    smooth: int | None = None,
-):  # Figure
+def plot(self: Run, panels: str | Sequence[str] | None = None, **options):  # of `plot_run`
     "The panels of a run, shown in a notebook."
-    return show_in_cell(plot_run(self, panels, x, smooth))
+    return show_in_cell(plot_run(self, panels, **options))
 
 # %% ../../nbs/lab/02_plots.ipynb #cea3b1f9
 def plot_runs(

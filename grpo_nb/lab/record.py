@@ -162,9 +162,8 @@ def open(cls: Run, dir: str | Path) -> Run:
     if not is_run(dir):
         inside = sorted(p.name for p in dir.glob("*") if is_run(p))
         hint = f" It holds the runs {', '.join(inside[:8])}." if inside else ""
-        raise FileNotFoundError(
-            f"No run in {str(dir)!r}: it has no status.json or metrics.jsonl.{hint}"
-        )
+        said = f"No run in {str(dir)!r}: it has no status.json or metrics.jsonl.{hint}"
+        raise FileNotFoundError(said)
     return cls(dir)
 
 # %% ../../nbs/lab/01_record.ipynb #2e11ff89
