@@ -138,14 +138,15 @@ def test_the_held_out_score_has_one_name_for_panel_and_rule(name):
 
 
 def test_a_run_of_ones_own_has_a_held_out_line(tmp_path):
-    base = {"train_batch_size": 2, "num_generations": 2, "steps": 2}
-    base |= {"policy": {"max_new_tokens": 4}}
-    base |= {"eval": {"every": 1, "limit": 2, "samples": 2}, "run": {"dir": str(tmp_path / "r")}}
+    run = {"dir": str(tmp_path / "r"), "samples_rows": 37, "samples_every": 2}
+    base = {"train_batch_size": 8, "num_generations": 5, "steps": 2, "run": run}
+    base |= {"policy": {"max_new_tokens": 4}, "eval": {"every": 1, "limit": 2, "samples": 2}}
     with contextlib.closing(GRPO.from_config(build_config(GRPOConfig, base))) as trainer:
         trainer.fit()
     run = Run.open(tmp_path / "r")
     assert len(plots.PANELS["reward"](run.frame()).lines["held out"]) == 2
     assert diagnose(run).verdict[8] != "SKIPPED"
+    assert run.samples().groupby(["step", "group"]).size().tolist() == [5] * 14  # none is cut
 
 
 ODD = [r"$\frac$", "$", "_mine", "<b>&", "a_b^{", "\\", "$x$ and $y", "ü ß 中", ""]

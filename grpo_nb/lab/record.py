@@ -35,17 +35,15 @@ from .frames import flat_keys, metric_row, rows_to_frame, sample_rows, sample_vi
 # %% ../../nbs/lab/01_record.ipynb #a8cc0939
 def _git_state(cwd: str | Path = ".") -> dict | None:
     "Commit of the repository and whether tracked files differ from it."
-
-    def git(*args: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", str(cwd), *args]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-        return done.stdout.strip()
-
+    ask = "status --porcelain=v2 --branch --untracked-files=no".split()
+    command = ["git", "--no-optional-locks", "-C", str(cwd), *ask]
     try:
-        dirty = bool(git("status", "--porcelain", "--untracked-files=no"))
-        return {"commit": git("rev-parse", "HEAD"), "dirty": dirty}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
+    first, *lines = done.stdout.splitlines()
+    dirty = any(not line.startswith("#") for line in lines)
+    return {"commit": first.removeprefix("# branch.oid "), "dirty": dirty}
 
 # %% ../../nbs/lab/01_record.ipynb #91a1c67a
 _PACKAGES = (
@@ -96,7 +94,6 @@ def is_run(dir: str | Path) -> bool:
 class Run:
     "A run directory: frames of what was logged; one process at a time writes, one metrics row per step."
 
-    max_rows = 32  # samples stored per step
     max_chars = 20_000  # characters of text stored per step
     status_every = 10.0  # seconds between updates of status.json while rows are logged
 
@@ -438,10 +435,11 @@ def log_samples(
     self: Run,
     step: int,  # training step
     rows: Sequence[Mapping] | Mapping[str, Sequence],  # group, prompt, completion, rewards, ...
-) -> int:  # samples left out by the cap
-    "Append samples of a step, capped by `max_rows` and `max_chars`."
+    max_rows: int = 32,  # samples stored
+) -> int:  # samples left out
+    "Append samples of a step, as many whole groups as fit and no more text than `max_chars`."
     self._start()
-    rows, dropped = sample_rows(step, rows, self.max_rows, self.max_chars)
+    rows, dropped = sample_rows(step, rows, max_rows, self.max_chars)
     self._append("samples", rows)
     if self._mirror is not None:
         self._mirror.log_samples(step, rows)

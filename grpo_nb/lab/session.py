@@ -36,6 +36,7 @@ from grpo_nb.lab.checkpoint import (
     sweep,
     write_checkpoint,
 )
+from .frames import whole_groups
 from .progress import Progress
 from .record import Run, is_run, is_timing
 from ..metrics import History
@@ -299,8 +300,8 @@ def on_step_end(self: Session, trainer: GRPO, row: Mapping):
         else:
             rollout, advantages, report = trainer.last
             if every and (step % every == 0 or step == 1):
-                rows = sample_table(rollout, advantages, self.setting("run").samples_rows)
-                self.run.log_samples(step, rows)
+                most = self.setting("run").samples_rows
+                self.run.log_samples(step, sample_table(rollout, advantages, most), most)
             if report.reason:
                 self.run.event("kl_stop", step=step, reason=report.reason)
     if self.bar is not None:
@@ -310,11 +311,11 @@ def on_step_end(self: Session, trainer: GRPO, row: Mapping):
 def sample_table(
     rollout: Rollout,  # with rewards
     advantages: Tensor,  # (N,) or (N, S)
-    rows: int | None = None,  # at most so many samples
+    most: int = 10**9,  # samples; siblings stay together
 ) -> dict[str, list]:
     "Columns for the table of samples."
-    n = len(rollout) if rows is None else min(rows, len(rollout))
-    r, advantage_N = rollout[:n], advantages[:n]
+    keep = torch.tensor(whole_groups(rollout.group_N.tolist(), most), dtype=torch.long)
+    r, advantage_N = rollout[keep], advantages[keep]
     if advantage_N.ndim == 2:
         advantage_N = advantage_N.sum(1) / r.lengths_N.clamp(min=1)
     reward_NR = r.rewards if r.rewards.ndim == 2 else r.rewards.nanmean(2)
