@@ -630,6 +630,7 @@ def compute_advantages(
         raise ValueError(
             f"{x.shape[1]} reward components need as many names that differ, got {names}."
         )
+    _check_keys(c, names)
     x = _scaled_and_gated(x, names, c)
     x = x[:, :, 0] if flat else x
     batch = dict(mask_NK=mask_NK, missing=c.missing, singleton=c.singleton, processes=processes)
@@ -645,9 +646,6 @@ def _run(
     "Call the estimator with those keywords that it takes; 0 where no reward applies."
     name, f = ADVANTAGES.resolve(c.mode)
     takes = list(inspect.signature(f).parameters)[2:]  # the first two are rewards and groups
-    options = [k for k in takes if k not in ("weights", "batch", "lengths_N")]
-    for k in set(c.options) - set(takes):
-        raise _no_option(k, options)
     keys = dict(eps=c.eps, eps_batch=c.eps_batch, ddof=c.ddof, lengths_N=lengths_N) | c.options
     keys = {k: v for k, v in (batch | keys | {"weights": r.weights_R}).items() if k in takes}
     if "batch" in takes:
@@ -667,11 +665,18 @@ def _run(
     return values.float()
 
 
-def _scaled_and_gated(x_NRK: Tensor, names: list[str], c: AdvantageConfig) -> Tensor:
-    "Factors and gates on raw rewards, by name."
+def _check_keys(c: AdvantageConfig, names: Sequence[str]) -> None:
+    "Refuse an option that the estimator does not have, and scales and gates of unknown rewards."
+    takes = list(inspect.signature(ADVANTAGES.resolve(c.mode)[1]).parameters)[2:]
+    for k in set(c.options) - set(takes):
+        raise _no_option(k, [k for k in takes if k not in ("weights", "batch", "lengths_N")])
     for k in [*c.scales, *(k for g in c.gates for k in (g.component, g.on))]:
         if k not in names:
             raise ValueError(f"In scales or gates: {unknown_name('reward', k, names)}")
+
+
+def _scaled_and_gated(x_NRK: Tensor, names: list[str], c: AdvantageConfig) -> Tensor:
+    "Factors and gates on raw rewards, by name."
     opens = {g.on for g in c.gates}  # a scale moves such a reward across the threshold
     if not c.options.get("low"):
         warn_cancelled_scales(c.mode, {k: v for k, v in c.scales.items() if k not in opens}, c.eps)

@@ -229,18 +229,21 @@ def _plain_leaf(value, where: str):
 # %% ../nbs/ground/00_files.ipynb #93ca705d
 HIDDEN = "<hidden>"
 _SECRET_NAMES = (
-    r"passw|passphrase|passcode|secret|credential|bearer|authorization|(^|[._-])(auth|pwd|cookies?|jwt)$",
-    r"(^|(?<!eos|bos|pad|unk|sep|cls|end)(?<!mask|stop)(?<!start|think|image)[._-])tokens?$",  # not of texts
+    r"passw|passphrase|passcode|secret|credential|bearer|authorization|webhook|(^|[._-])(auth|pwd?|pass|creds|otp|cookies?|jwt)$",
+    r"(^|(?<!eos|bos|pad|unk|sep|cls|end)(?<!mask|stop)(?<!start|think|image)[._-])tokens?_?\d*$",  # not of texts
     r"(api|access|auth|private|hf|hub|github|openai|anthropic|mistral|cohere|gemini|serper|wandb|aws|azure|google|judge|"
-    r"client|session|refresh|signing|encryption|ssh)[._-]?(keys?|tokens?)(?!(?-i:[a-z]))",
+    r"groq|deepseek|tavily|openrouter|together|fireworks|replicate|endpoint|master|license|consumer|account|"
+    r"client|session|refresh|signing|encryption|ssh)[._ -]?(keys?|tokens?)(?!(?-i:[a-z]))",
 )
 _SECRET_VALUES = (
-    r"(?<=://)([^/\s:@]*:[^/\s@]+|[^/\s@]{16,})(?=@)",  # https://user:pw@host
-    r"(?i:api_?key|access_key|token|secret|password|passwd|pwd|signature)=[^\s&'\"<]{2,}",  # in a query, a command
+    r"(?<=://)([^/\s:@]*:[^/\s]+|[^/\s@]{16,})(?=@)",  # https://user:pw@host
+    r"(?i:(?:api|access|account)_?key|token|secret|password|passwd|pwd|sig|signature|(?<=[?&])key)=[^\s&'\"<]{2,}",  # in a query
+    r"(?i:(api|access)[_-]?key|password|passwd|authorization)['\"]?(: ?|=| (?=\S*\d))['\"]?(?i:(bearer|basic|token) )?[^\s&'\"<]{2,}",  # a header, a command
     r"\bBearer (?=\S*\d)[\w.~+/=-]{12,}|^Bearer [\w.~+/=-]{12,}$|^Basic [\w+/]{8,}=+$",
     r"\bsk-(?=\S*\d)[\w-]{20,}|\bhf_\w{16,}|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{10,}|\bglpat-[\w-]{10,}",
-    r"\bxox[a-z]-[\w-]{8,}|\bAKIA[0-9A-Z]{16}|\bAIza[\w-]{30,}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*",
-    r"hooks\.slack\.com/services/\S+|-----BEGIN [A-Z ]*PRIVATE KEY[\s\S]*",
+    r"\bxox[a-z]-[\w-]{8,}|\bA[KS]IA[0-9A-Z]{16}|\bAIza[\w-]{30,}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*",
+    r"\b(?:[sr]k_live|gsk|r8|npm|dop_v1|wandb_v1)_\w{16,}|\b(?:pplx|xai|tvly|pypi)-[\w-]{16,}|\bSG\.[\w-]{16,}|\bya29\.[\w-]{9,}|\bbot\d+:[\w-]{30,}",
+    r"hooks\.slack\.com/services/\S+|/api/webhooks/\S+|-----BEGIN [A-Z ]*PRIVATE KEY[\s\S]*",
 )
 _SECRET_NAME = re.compile("|".join(_SECRET_NAMES), re.I)
 _SECRET_VALUE = re.compile("|".join(_SECRET_VALUES))

@@ -353,14 +353,18 @@ class _EventLoop:
 
     def wait(self, value: Any) -> Any:
         "The value, or what an awaitable gives in the end."
-        if not inspect.isawaitable(value):
+        several = isinstance(value, list) and value and inspect.isawaitable(value[0])
+        if not several and not inspect.isawaitable(value):
             return value
         if self.pid != os.getpid():
             self.pid, self.loop = os.getpid(), asyncio.new_event_loop()
             threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
         async def waiting():
-            return await value
+            found = value if several else await value
+            if isinstance(found, list) and found and inspect.isawaitable(found[0]):
+                return await asyncio.gather(*found)
+            return found
 
         future = asyncio.run_coroutine_threadsafe(waiting(), self.loop)
         try:

@@ -20,6 +20,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from grpo_nb.advantages import (
+    _check_keys,
     AdvantageConfig,
     compute_advantages,
     spread_to_tokens,
@@ -530,6 +531,7 @@ def _check_setup(self: GRPO):
         if some:  # else nobody can look at them before they are drawn
             self.rewards.check_tasks(some)
     _ = self.passed  # names that are no rewards
+    _check_keys(c.advantage, self.rewards.components)
     if (columns := getattr(self.policy, "info_columns", None)) is not None:
         check_metrics(c.filter_groups.metrics, self.rewards.components, columns)
     compared = {gate.on for gate in c.advantage.gates}  # with a threshold: there a scale counts

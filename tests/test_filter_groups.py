@@ -673,13 +673,14 @@ VERL = """\
         ("(TaskRunner pid=42) ValueError", "ValueError"),
         ("(TaskRunner pid=42) ", ""),
         (" >= max", " > max"),
+        (" >= max", " >= self.config.filter_groups.max"),
         ("=3 < prompt", "=3 <= prompt"),
         ("=1. Keep", "=1 < max_num_gen_batches=2. Keep"),
         ("=5 <", "=np.int64(5) <"),
         ("batches=2 >", "batches=np.int64(2) >"),
     ],
 )
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
 def test_the_same_step_in_other_words(tmp_path, old, new, encoding):
     (tmp_path / "log").write_text(VERL.replace(old, new), encoding=encoding)
     frame, s = parse_filter_logs(tmp_path / "log")
@@ -692,6 +693,10 @@ def test_what_looks_like_filtering_and_is_not_understood_is_shown():
     assert s["unread_lines"] == 1 and "not understood: Dropped 3 of 8 groups" in format_summary(s)
     s = parse_filter_logs("kept 3 of 8 groups\n" + "max_num_gen_batches: 10\n")[1]
     assert "Not understood: 1 lines, such as 'kept 3 of 8 groups'" in format_summary(s)
+    for line in ("5/8 groups filtered out", "Filtering 5 of 8", "zero-variance groups: 5"):
+        assert parse_filter_logs(line + "\n")[1]["unread"] == [line]
+    s = parse_filter_logs("Generated batch 1, 1,024 prompts\nFiltered (std=0): 1,000\n")[1]
+    assert (s["prompts"], s["filtered"]) == (1024, 1000)
     s = parse_filter_logs("train/num_gen_batches:2.0e+00 - train/filter_rate:2.5e-01\n")[1]
     assert s["num_gen_batches"] == 2 and s["steps"][0]["outcome"] == "full"
 

@@ -714,6 +714,10 @@ def shapes(make_async):
                 return [2.0] * len(completions)
 
     f = later if make_async else now
+
+    async def both(completions):
+        return [later(c) for c in completions]
+
     return {
         "function": f,
         "lambda": lambda completion: f(completion),
@@ -722,6 +726,8 @@ def shapes(make_async):
         "call": Own().__call__,
         "method": Own().batch,
         "partial of an object": functools.partial(Own(), scale=2.0),
+        "a list to await": (lambda completions: [f(c) for c in completions]),
+        "awaited to a list": both,
         "partial of a partial": functools.partial(functools.partial(f), scale=2.0),
     }
 

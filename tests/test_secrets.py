@@ -32,6 +32,10 @@ SECRETS = {
     "judge_token": "x",
     "accessKeyId": "x",
     "session-cookie": "x",
+    "groq_key": "x",
+    "db": {"pass": "x", "pw": "x", "token_2": "x"},
+    "slack_webhook": "x",
+    "keys": ["sk_live_0123456789abcdef", "gsk_0123456789abcdef0123", "ASIA0123456789ABCDEF"],
 }
 QUOTED = {  # hidden where they stand in a text
     "url": "https://user:pw@host/x",
@@ -40,6 +44,10 @@ QUOTED = {  # hidden where they stand in a text
     "command": ["judge", "--api-key", "pw", "--password=pw", "OPENAI_API_KEY=pw"],
     "env": [{"name": "JUDGE_TOKEN", "value": "pw"}],
     "error": f"401 from https://user:pw@host: {KEY} refused, header 'Bearer pw0123456789abcd'",
+    "at": "https://user:p@pw@host/x",
+    "signed": "https://host/x?key=pw&sig=pw",
+    "header": "curl -H 'Authorization: Basic pw0123' -d '{\"api_key\": \"pw\"}'",
+    "line": "judge --api-key pw0 password: pw",
     "hook": "https://hooks.slack.com/services/pw/0123456789abcdef",
 }
 OPEN = {
@@ -66,6 +74,7 @@ OPEN = {
     "keyboard": "qwerty",
     "stop_token": "<end>",
     "file": "ssh://git@host/repository",
+    "said": "Reset the password when asked, and design=good.",
     "levels": ["--level", "token", "--tokenizer", "gpt2"],
 }
 

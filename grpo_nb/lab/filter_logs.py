@@ -25,7 +25,7 @@ _PATTERNS = {  # what a line says: the text it is found in, with names for its n
     "accumulated": r"Accumulated(?: prompts)?: (?P<accumulated>\d+)(?: prompts| / (?P<target>\d+))",
     "compared": r"num_prompt_in_batch=(?P<accumulated>\d+) ?[<>]=? ?prompt_bsz=(?P<target>\d+)",
     "more": r"num_gen_batches=(?P<batch>\d+)(?: ?< ?max_num_gen_batches=\d+)?\. (?:Keep|Continue) generating",
-    "cap": r"num_gen_batches=\d+ ?>=? ?(?:self\.)?max_num_gen_batches=\d+",
+    "cap": r"num_gen_batches=\d+ ?>=? ?(?:\w+\.)*max_num_gen_batches=\d+",
     "full": r"(?:Collected enough data|Enough data collected)\.",
     "partial": r"Training on a partial batch: \d+ trajectories",
     "skipped": r"Skipping the step: \w+",
@@ -34,6 +34,7 @@ _PATTERNS = {  # what a line says: the text it is found in, with names for its n
 }
 _HINT = re.compile(  # a line that should have been understood
     r"(?i)generated batch|\b(?:filtered|kept|accumulated|dropped|discarded)\b[^.]*\d|num_prompt_in_batch|"
+    r"\bfiltering \d|zero[- ](?:variance|std)|\d[^.:]*\b(?:groups?|prompts?)\b[^.:]*\b(?:filtered|removed|dropped|skipped)|"
     r"(?<!max_)num_gen_batches|enough data"
 )
 
@@ -43,6 +44,7 @@ def _match_line(line: str) -> list[tuple[str, dict]]:
 
     number = lambda k, v: v if k.endswith("_printed") else int(v) if v.isdigit() else float(v)
     line = re.sub(r"\b(?:np|numpy|tensor)\.?\w*\(([^()]*)\)", r"\1", line)  # np.int64(2)
+    line = re.sub(r"(?<=\d),(?=\d{3}\b)", "", line)  # 1,024
     found = []
     for fact, text in _PATTERNS.items():
         if match := re.search(text, line):
@@ -270,8 +272,10 @@ def _log_text(source: str | Path) -> str:
     path = Path(source)
     if path.is_file():
         data = path.read_bytes()
-        wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")  # a shell of Windows has written it
-        return data.decode("utf-16" if wide else "utf-8-sig", errors="replace")
+        zero = data[:2].find(b"\0")  # half of a wide letter: a shell of Windows has written it
+        wide = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+        wide = wide or ("utf-16-be", "utf-16-le", "")[zero]
+        return data.decode(wide or "utf-8-sig", errors="replace")
     if isinstance(source, str) and _match_line(source):
         return source
     said = f"No log file {str(source)!r}. Give an existing file, or the text of a log."

@@ -461,8 +461,9 @@ def _idle_keys(trainer: GRPO, given: Sequence[str]) -> list[str]:
     c, mode = trainer.config, trainer.config.advantage.mode
     takes = inspect.signature(ADVANTAGES.resolve(mode)[1]).parameters
     unfiltered = not c.filter_groups.enable and "filter_groups.enable" not in given
+    recorded = "run.wandb run.name run.if_exists run.samples_every run.samples_rows checkpoint."
     rules = [
-        ("run.wandb run.name checkpoint.", not getattr(c, "run", RunConfig()).dir, "needs run.dir"),
+        (recorded, not getattr(c, "run", RunConfig()).dir, "needs run.dir"),
         ("eval.every", c.eval.every and not trainer.eval_tasks, "needs held-out tasks"),
         ("filter_groups.", unfiltered, "needs filter_groups.enable"),
         ("tasks.shuffle", c.tasks.selector, "the selector decides"),
