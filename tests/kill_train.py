@@ -18,7 +18,7 @@ import torch
 from grpo_nb.files import read_jsonl
 from grpo_nb.lab import checkpoint, session
 from grpo_nb.lab.checkpoint import checkpoints, latest
-from grpo_nb.lab.recipe import load_config, open_policy, open_stream
+from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.record import is_timing
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
@@ -47,10 +47,7 @@ def make(variant, folder):
     rewards = {"length": length_mod}
     if variant in ("epochs", "workers"):
         rewards["ends"] = lambda completion, **columns: float(completion[-1:] in "0123")
-    policy = open_policy(config.policy)
-    tasks = open_stream(config)
-    held_out = Taskset.load(data_path("tasks/middle_eval.jsonl"))
-    return GRPO(policy, tasks, rewards, config, held_out)
+    return GRPO.from_config(config, rewards=rewards)
 
 
 class Denoiser(torch.nn.Module):

@@ -71,7 +71,8 @@ KEYS = [
     ("run.wandb", "offline", {}, TOLD),
     ("run.samples_every", 1, {}, TOLD),
     ("checkpoint.every", 1, {}, TOLD),
-    ("filter_groups.metric", "right", {}, TOLD),
+    ("filter_groups.metric", "right", {}, USED),  # without filtering it says what shaping is
+    ("filter_groups.surplus", "carry", {}, TOLD),
     ("advantage.eps", 0.1, {}, USED),
 ]
 
@@ -92,8 +93,12 @@ def test_every_key_that_somebody_sets_is_used_refused_or_told(key, value, parts,
 
 
 def test_estimators_say_which_of_the_general_options_they_do_not_have(policy):
+    config = SMALL | {"advantage.mode": "dr_grpo", "advantage.eps": 0.1}
     with pytest.warns(UserWarning, match=r"advantage.eps \('dr_grpo' has none\)"):
-        GRPO(policy, ROWS, RIGHT, SMALL | {"advantage.mode": "dr_grpo", "advantage.eps": 0.1})
+        GRPO(policy, ROWS, RIGHT, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GRPO(policy, ROWS, RIGHT, config)  # the trainers of a study: told once
 
 
 def parts_of_one_s_own(tmp_path):

@@ -8,9 +8,11 @@ __all__ = ['PolicyConfig', 'TasksConfig', 'RewardsConfig', 'GRPOConfig', 'locate
 
 # %% ../../nbs/lab/03_recipe.ipynb #a4669591
 import contextlib
+import functools
 import inspect
+import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from grpo_nb.config import (
 )
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
-from ..files import refuse_hidden
+from ..files import leaves, refuse_hidden
 from .checkpoint import check_seal, latest, read_state, versions
 from .frames import flat_keys
 from .record import is_run
@@ -44,7 +46,6 @@ from grpo_nb.lab.session import (
     described,
     functions_in,
     part_facts,
-    session_of,
 )
 from ..rewards import REWARDS
 from ..scheduler import SELECTOR_KEYS, TasksetScheduler, make_stream, tasks_from_trinity
@@ -153,13 +154,12 @@ def locate(
 def load_config(
     recipe: str | Path | None = None,  # YAML file; None: the defaults
     overrides: Sequence[str] = (),  # "key.sub=value"
-    cls: type = GRPOConfig,
     resolvers: bool = False,  # let the file ask for things outside it, such as ${oc.env:HOME}
-):
+) -> GRPOConfig:
     "Configuration from a recipe and overrides."
     tree = read_tree(recipe, overrides, resolvers)
     tree.pop("compare", None)  # the block of `grpo-nb compare`
-    return build_config(cls, _with_verl_block(_with_trinity_blocks(tree)))
+    return build_config(GRPOConfig, _with_verl_block(_with_trinity_blocks(tree)))
 
 # %% ../../nbs/lab/03_recipe.ipynb #752ed419
 def read_tree(
@@ -201,20 +201,17 @@ def read_tree(
         raise ValueError(f"{recipe or 'overrides'} cannot be read: {e}") from None
 
 # %% ../../nbs/lab/03_recipe.ipynb #12b3559e
-def _refuse_resolvers(tree: Any, recipe: str, key: str = "") -> None:
+def _refuse_resolvers(tree: Mapping, recipe: str) -> None:
     "Error for a value that asks for something outside the file."
-    if isinstance(tree, (Mapping, list)):
-        for k, v in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            _refuse_resolvers(v, recipe, f"{key}.{k}".lstrip("."))
-    elif isinstance(tree, str) and "${" in tree:
-        from omegaconf.grammar.gen.OmegaConfGrammarParser import OmegaConfGrammarParser
-        from omegaconf.grammar_parser import parse
+    from omegaconf.grammar.gen.OmegaConfGrammarParser import OmegaConfGrammarParser
+    from omegaconf.grammar_parser import parse
 
-        nodes = [parse(tree)]
+    for key, value in leaves(tree):
+        nodes = [parse(value)] if isinstance(value, str) and "${" in value else []
         for node in nodes:
             if isinstance(node, OmegaConfGrammarParser.InterpolationResolverContext):
                 raise ValueError(
-                    f"{recipe}: {key}={tree!r} asks for something outside the recipe. If you trust it, give that key on the "
+                    f"{recipe}: {key}={value!r} asks for something outside the recipe. If you trust it, give that key on the "
                     "command line, or load_config(recipe, resolvers=True)."
                 )
             nodes += node.getChildren() if hasattr(node, "getChildren") else ()
@@ -224,16 +221,12 @@ def _with_trinity_blocks(tree: dict) -> dict:
     "Trinity-RFT's form of tasksets, selectors and operators as our keys."
     if "buffer" not in tree:
         return tree
-    blocks = {k: tree.pop(k) for k in ("buffer", "data_processor") if k in tree}
-    found = tasks_from_trinity(blocks)
-    names = {"tasksets": "tasksets", "operators": "operators", "total_epochs": "epochs"}
-    tasks = {ours: found[k] for k, ours in names.items() if k in found}
-    tree["tasks"] = tasks | (tree.get("tasks") or {})
-    for k, ours in (("batch_size", "train_batch_size"), ("total_steps", "steps")):
-        if k in found:
-            tree.setdefault(ours, found[k])
-    tree["tasks"]["tasksets"] = [_with_run_settings(e, tree) for e in tree["tasks"]["tasksets"]]
-    return tree
+    found = tasks_from_trinity({k: tree.pop(k) for k in ("buffer", "data_processor") if k in tree})
+    run = {"train_batch_size": found.get("batch_size"), "steps": found.get("total_steps")}
+    tree = {k: v for k, v in run.items() if v} | tree
+    tasks = {"operators": found["operators"], "epochs": found.get("total_epochs")}
+    tasks["tasksets"] = [_with_run_settings(e, tree) for e in found["tasksets"]]
+    return tree | {"tasks": tasks | (tree.get("tasks") or {})}
 
 
 _OF_THE_RUN = {
@@ -260,9 +253,7 @@ def _with_run_settings(entry: Mapping, tree: dict) -> dict:
             raise ValueError(
                 f"{ours} is one for the whole run, but tasksets and recipe give several."
             )
-    if not entry.get("rollout_args", True):
-        del entry["rollout_args"]
-    return entry
+    return {k: v for k, v in entry.items() if v or k != "rollout_args"}
 
 # %% ../../nbs/lab/03_recipe.ipynb #1a7f60da
 def _with_verl_block(tree: dict) -> dict:
@@ -396,10 +387,9 @@ def from_config(
     "Model, tasks and rewards as the configuration names them."
     check_callbacks(kwargs.get("callbacks", ()))
     config = config if isinstance(config, GRPOConfig) else override(GRPOConfig(), config)
-    own = {"policy.": policy, "tasks.": tasks, "rewards.functions.": rewards}
-    unused = tuple(k for k, given in own.items() if given is not None)
-    refuse_hidden(config_tree(config), unused)
     parts = {"policy": policy, "tasks": tasks, "rewards": rewards, "eval_tasks": eval_tasks}
+    names = {"policy": "policy.", "tasks": "tasks.", "rewards": "rewards.functions."}
+    refuse_hidden(config_tree(config), tuple(names[k] for k in names if parts[k] is not None))
     _ask_for_parts(config, parts)
     openers = {
         "policy": lambda: open_policy(config.policy),
@@ -430,6 +420,7 @@ def _ask_for_parts(config: GRPOConfig, parts: Mapping) -> None:
 
 # %% ../../nbs/lab/03_recipe.ipynb #7f633b1f
 _SOURCES = ("policy.model", "tasks.train", "tasks.tasksets", "tasks.eval", "rewards.functions")
+_ESTIMATOR_OPTIONS = ("eps", "eps_batch", "ddof")
 
 
 def _at(tree: Any, key: str) -> Any:
@@ -451,38 +442,33 @@ def _refuse_dead_keys(trainer: GRPO) -> None:
                 f"{_at(ran, key)!r}): set it on that object, or leave the key out."
             )
     told = [f"{k} (an object is passed instead)" for k in replaced]
-    told += _idle_keys(trainer, given_keys(trainer.config))
+    told += [f"{k} ({why})" for k, why in _idle_keys(trainer)]
     if told:
-        warnings.warn(f"Without effect: {', '.join(told)}.", stacklevel=4)
+        _tell(f"Without effect: {', '.join(told)}.")
 
 
-def _idle_keys(trainer: GRPO, given: Sequence[str]) -> list[str]:
+@functools.cache  # a study builds many trainers
+def _tell(text: str) -> None:
+    warnings.warn(text, stacklevel=5)
+
+
+def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
     "Keys that were set and that nothing reads in this run, each with the reason."
-    c, mode = trainer.config, trainer.config.advantage.mode
+    c, mode, given = trainer.config, trainer.config.advantage.mode, given_keys(trainer.config)
     takes = inspect.signature(ADVANTAGES.resolve(mode)[1]).parameters
     unfiltered = not c.filter_groups.enable and "filter_groups.enable" not in given
-    recorded = "run.wandb run.name run.if_exists run.samples_every run.samples_rows checkpoint."
+    alone, unrecorded = not trainer.rewards.pooled, not trainer.session.setting("run").dir
+    recorded = "(run.(wandb|name|if_exists|samples_every|samples_rows)|checkpoint.*)"
     rules = [
-        (recorded, not getattr(c, "run", RunConfig()).dir, "needs run.dir"),
+        (recorded, unrecorded, "needs run.dir"),
         ("eval.every", c.eval.every and not trainer.eval_tasks, "needs held-out tasks"),
-        ("filter_groups.", unfiltered, "needs filter_groups.enable"),
+        ("filter_groups.(?!metric).*", unfiltered, "needs filter_groups.enable"),
         ("tasks.shuffle", c.tasks.selector, "the selector decides"),
-        (
-            "rewards.run.timeout_s rewards.run.memory_mb",
-            not trainer.rewards.pooled,
-            "needs workers",
-        ),
+        ("rewards.run.(timeout_s|memory_mb)", alone, "needs workers"),
+        *((f"advantage.{k}", k not in takes, f"{mode!r} has none") for k in _ESTIMATOR_OPTIONS),
     ]
-    rules += [
-        (f"advantage.{k}", k not in takes, f"{mode!r} has none")
-        for k in ("eps", "eps_batch", "ddof")
-    ]
-    return [
-        f"{key} ({why})"
-        for names, idle, why in rules
-        for key in given
-        if idle and any(key == k or k[-1] == "." and key.startswith(k) for k in names.split())
-    ]
+    for pattern, idle, why in rules:
+        yield from ((key, why) for key in given if idle and re.fullmatch(pattern, key))
 
 
 GRPO.accompany(_refuse_dead_keys)
@@ -508,21 +494,19 @@ def load(
     own = {"policy": policy, "tasks": tasks, "rewards": rewards}
     keys = [o.partition("=")[0] for o in overrides]  # of a mapping, its keys
     given = [k for k, part in own.items() if part is not None] + keys
-    _ask_for_functions(folder.name, state["trainer"].get("functions", {}), given)
+    functions = state["trainer"].get("functions", {})
+    _ask_for_functions(folder.name, functions, given)
     config = override(_stored_config(state["trainer"]["config"]), overrides)
-    for key, name in state["trainer"].get("functions", {}).items():
-        if functions_in(config).get(key, name) != name:
-            warnings.warn(
-                f"{key} was {name}, and goes on as {functions_in(config)[key]}.", stacklevel=2
-            )
+    for key, name in functions_in(config).items():
+        if functions.get(key, name) != name:
+            warnings.warn(f"{key} was {functions[key]}, and goes on as {name}.", stacklevel=2)
     trainer = cls.from_config(config, **own, eval_tasks=eval_tasks, **kwargs)
     _check_same_parts(state["trainer"].get("parts", {}), part_facts(trainer), given)
     trainer.load_state_dict(state)
-    session = session_of(trainer)
-    session.saved_step = trainer.step_done
+    trainer.session.saved_step = trainer.step_done
     run = folder.parent.parent
     if folder.parent.name == "checkpoints" and is_run(run) and "run.dir" not in keys:
-        session.resumed_run = run
+        trainer.session.resumed_run = run
     return trainer
 
 # %% ../../nbs/lab/03_recipe.ipynb #adef7afb
@@ -547,34 +531,28 @@ def _stored_config(
 ) -> GRPOConfig:
     "The configuration of a checkpoint; options that this version no longer has are named and left out."
     gone: list[str] = []
-    known = _known_part(GRPOConfig(), tree, "", gone)
+    config = build_config(GRPOConfig, _known_part(GRPOConfig(), tree, "", gone))
     if gone:
         warnings.warn(
             f"The checkpoint was written by a version with more options; left out: {', '.join(gone)}.",
             stacklevel=3,
         )
-    return override(build_config(GRPOConfig, known), {}, given=["tasks.eval"])
+    return override(config, {}, given=["tasks.eval"])
 
 
 def _check_same_parts(stored: Mapping, now: Mapping, given: Sequence[str]) -> None:
     "Refuse to go on with other tasks or another tokenizer than those of the run, unless they are passed or set."
-    for part in ("policy", "tasks"):
-        odd = [
-            k
-            for k in ("tasks", "tokenizer")
-            if k in stored.get(part, {}) and stored[part][k] != now[part].get(k)
-        ]
-        own = any(key.partition(".")[0] == part for key in given)
-        if odd and own:
-            warnings.warn(
-                f"{part}: the run goes on with {now[part].get(odd[0])}, after {stored[part][odd[0]]}.",
-                stacklevel=3,
-            )
-        elif odd:
-            raise ValueError(
-                f"{odd[0]} of the run were {stored[part][odd[0]]}, and what the configuration names is now "
-                f"{now[part].get(odd[0])}. Give those of the run, GRPO.load(path, {part}=...), or set {part}.* to say that others are meant."
-            )
+    for part, what in (("policy", "tokenizer"), ("tasks", "tasks")):
+        before, after = stored.get(part, {}).get(what), now[part].get(what)
+        if before in (None, after):
+            continue
+        if any(key.partition(".")[0] == part for key in given):
+            warnings.warn(f"{part}: the run goes on with {after}, after {before}.", stacklevel=3)
+            continue
+        raise ValueError(
+            f"{what} of the run were {before}, and what the configuration names is now {after}. Give those of the run, "
+            f"GRPO.load(path, {part}=...), or set {part}.* to say that others are meant."
+        )
 
 
 def _known_part(config: Any, tree: Mapping, at: str, gone: list[str]) -> dict:

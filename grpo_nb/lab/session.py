@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['IGNORED', 'RunConfig', 'CheckpointConfig', 'Interrupts', 'Session', 'remember', 'sample_table', 'described',
-           'part_facts', 'function_name', 'functions_in', 'session_of', 'state_differences', 'check_resume']
+           'part_facts', 'function_name', 'functions_in', 'state_differences', 'check_resume']
 
 # %% ../../nbs/lab/02_session.ipynb #7c9c1b3b
 import contextlib
@@ -109,6 +109,7 @@ class Session:
         self,
         trainer: GRPO,
     ):
+        trainer.session = self
         self.trainer = trainer
         self.run = None  # the record, open for writing
         self.resumed_run = None  # run directory that a loaded checkpoint belongs to
@@ -126,12 +127,6 @@ class Session:
         self.half = ""  # why training cannot go on: an update that was broken off
         trainer.optimizer.register_step_pre_hook(lambda *_: self.begun.append(1))
 
-    @staticmethod
-    def attach(trainer: GRPO) -> "Session":
-        "What `GRPO.companions` calls for every new trainer."
-        trainer.session = Session(trainer)
-        return trainer.session
-
     def setting(self, name: str):
         "A section of the configuration, or its defaults where a plain TrainerConfig has none."
         kind = {"run": RunConfig, "checkpoint": CheckpointConfig}[name]
@@ -141,8 +136,8 @@ class Session:
     def updating(self) -> bool:
         return self.update_of is not None and self.update_of == self.trainer.step_done
 
-# %% ../../nbs/lab/02_session.ipynb #7cf601c6
-GRPO.accompany(Session.attach)
+
+GRPO.accompany(Session)
 
 # %% ../../nbs/lab/02_session.ipynb #74cbb72f
 @patch
@@ -150,10 +145,9 @@ def on_fit_start(self: Session, trainer: GRPO):
     "Open the record, and catch interrupts."
     if self.half:
         raise ValueError(self.half)
-    self._open_record()
+    trainer.open_run()
     self.saved_at = time.monotonic()
-    if self.run is not None:
-        self.run.mark("running")
+    self.mark("running")
     saves = self.run is not None and self.setting("checkpoint").at_end
     then = "saving a checkpoint" if saves else "stopping without a checkpoint"
     self.interrupts = Interrupts(lambda name: setattr(trainer, "stop", name), then)
@@ -433,16 +427,23 @@ def function_name(function: Any) -> str:
 
 # %% ../../nbs/lab/02_session.ipynb #72cf99d3
 @patch
-def _open_record(self: Session):
+def open_run(self: GRPO):
     "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
-    if self.run is not None and self.closed:
-        self.resumed_run, self.run = self.run.dir, None
-    c = self.setting("run")
-    folder = self.resumed_run or c.dir
-    if self.run is not None or not folder:
+    session = self.session
+    if session.run is not None and session.closed:
+        session.resumed_run, session.run = session.run.dir, None
+    c = session.setting("run")
+    folder = session.resumed_run or c.dir
+    if session.run is not None or not folder:
         return
-    again = self.resumed_run is not None or c.if_exists == "resume" and is_run(folder)
-    tree = described(self.trainer)
+    again = session.resumed_run is not None or c.if_exists == "resume" and is_run(folder)
+    if is_run(folder) and not again and c.if_exists == "raise":
+        goes_on = "" if self.step_done else " or run.if_exists=resume"
+        raise FileExistsError(
+            f"{str(folder)!r} holds a run. To continue it: GRPO.load({str(folder)!r}){goes_on}; for a run beside it: "
+            "run.if_exists=number, or another run.dir."
+        )
+    tree = described(self)
     if again:  # how the record is kept is no part of what is compared
         tree["run"] = Run.open(folder).config.get("run", tree.get("run"))
     run = Run.create(  # takes the lock: from here on nobody else writes
@@ -452,23 +453,23 @@ def _open_record(self: Session):
         resume=again,
         wandb=c.wandb,
         if_exists="raise" if c.if_exists == "resume" else c.if_exists,
-        seeds=self.trainer.config.seed,
-        parts=part_facts(self.trainer),
+        seeds=self.config.seed,
+        parts=part_facts(self),
     )
-    if again and self.resumed_run is None:
+    if again and session.resumed_run is None:
         try:
-            self._load_newest(Path(folder) / "checkpoints")
+            session._load_newest(Path(folder) / "checkpoints")
         except BaseException:
             run.close()
             raise
-    self.run, self.closed = run, False
-    self._open_log()
+    session.run, session.closed = run, False
+    session._open_log()
     sweep(run.dir / "checkpoints")
     if again:
-        run.truncate_after(self.trainer.step_done)
-        self.trainer.history = History(run.dir / "metrics.jsonl")
-    elif not self.trainer.history:
-        self.trainer.history.file = run.dir / "metrics.jsonl"
+        run.truncate_after(self.step_done)
+        self.history = History(run.dir / "metrics.jsonl")
+    elif not self.history:
+        self.history.file = run.dir / "metrics.jsonl"
 
 # %% ../../nbs/lab/02_session.ipynb #8ecc23ae
 class _Log(logging.FileHandler):
@@ -517,40 +518,43 @@ def _load_newest(
 
 # %% ../../nbs/lab/02_session.ipynb #743ec49a
 @patch
-def _save_state(
-    self: Session,
+def save(
+    self: GRPO,
     root: str | Path | None = None,  # folder of checkpoints; default: that of the run directory
 ) -> Path:  # the new checkpoint
     "Save everything, between two steps or two generation batches."
-    trainer = self.trainer
-    if self.half:
-        raise ValueError(self.half)
-    if self.updating:
+    session = self.session
+    if session.half:
+        raise ValueError(session.half)
+    if session.updating:
         raise ValueError(
             "A step is under way: save after it (on_step_end), or load the last checkpoint if it was broken off."
         )
     if root is None:
-        if self.run is None and not self.setting("run").dir:
+        if session.run is None and not session.setting("run").dir:
             raise ValueError("Where to? Give save() a folder, or set run.dir.")
-        self._open_record()
-        root = self.run.dir / "checkpoints"
-        self.run.flush()  # no checkpoint without the rows before it
-    state = trainer.state_dict()
+        self.open_run()
+        root = session.run.dir / "checkpoints"
+        session.run.flush()  # no checkpoint without the rows before it
+    state = self.state_dict()
     if odd := [k for k, v in state["policy"].items() if not torch.isfinite(v).all()]:
         raise CheckpointError(
-            f"The weights after step {trainer.step_done} are not finite ({', '.join(odd[:3])}), so they are not saved; "
+            f"The weights after step {self.step_done} are not finite ({', '.join(odd[:3])}), so they are not saved; "
             "the last checkpoint stays the newest."
         )
-    state["trainer"]["config"] = hide_secrets(plain(described(trainer)))
-    state["trainer"]["parts"] = part_facts(trainer)
-    state["trainer"]["functions"] = functions_in(trainer.config)
-    row = trainer.history[-1] if trainer.history else {}
+    state["trainer"]["config"] = hide_secrets(plain(described(self)))
+    state["trainer"]["parts"] = part_facts(self)
+    state["trainer"]["functions"] = functions_in(self.config)
+    row = self.history[-1] if self.history else {}
     scores = {k: v for k, v in row.items() if k.startswith("eval_")}
-    path = write_checkpoint(root, trainer.step_done, state, scores)
-    if self.run is not None and Path(root).resolve() == (self.run.dir / "checkpoints").resolve():
-        self.saved_at = time.monotonic()
-        self.saved_step = trainer.step_done
-    trainer.notify("on_save", path)
+    path = write_checkpoint(root, self.step_done, state, scores)
+    if (
+        session.run is not None
+        and Path(root).resolve() == (session.run.dir / "checkpoints").resolve()
+    ):
+        session.saved_at = time.monotonic()
+        session.saved_step = self.step_done
+    self.notify("on_save", path)
     return path
 
 # %% ../../nbs/lab/02_session.ipynb #bf326cfe
@@ -576,7 +580,7 @@ def _autosave(
     if not new or not (late or due or end and (c.at_end or self.unsaved)):
         return
     try:
-        self._save_state()
+        self.trainer.save()
         self.unsaved = None
         prune(self.run.dir / "checkpoints", c.keep_last, c.keep_best, c.best)
     except (CheckpointError, OSError) as e:
@@ -609,40 +613,18 @@ def how_to_go_on(self: Session) -> str:
     return "Nothing is on the disk, for run.dir is not set: trainer.save(folder) keeps this state, another time run.dir=FOLDER does."
 
 # %% ../../nbs/lab/02_session.ipynb #86ead079
-def session_of(trainer: GRPO) -> Session:
-    "The session of a trainer; one that was made before the lab was imported gets it now."
-    if not hasattr(trainer, "session"):
-        trainer.attached.insert(0, Session.attach(trainer))
-    return trainer.session
-
-
 @patch(as_prop=True)
 def run(self: GRPO) -> Run | None:
     "The record, if a run directory is named and open."
-    return session_of(self).run
+    return self.session.run
 
 
 @patch(as_prop=True)
 def interrupted(self: GRPO) -> str | None:
     "Name of the signal that ended the last `fit`."
-    return session_of(self).interrupted
+    return self.session.interrupted
 
 # %% ../../nbs/lab/02_session.ipynb #52e1961c
-@patch
-def open_run(self: GRPO):
-    "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
-    session_of(self)._open_record()
-
-
-@patch
-def save(
-    self: GRPO,
-    root: str | Path | None = None,  # folder of checkpoints; default: that of the run directory
-) -> Path:  # the new checkpoint
-    "Save everything, between two steps or two generation batches."
-    return session_of(self)._save_state(root)
-
-# %% ../../nbs/lab/02_session.ipynb #cb7ec114
 @patch
 def close(
     self: GRPO,
@@ -650,7 +632,7 @@ def close(
     | None = None,  # of the run: finished, interrupted, failed, stopped; None: what `fit` left
 ):
     "End the record and the reward workers; a later `fit` goes on."
-    session = session_of(self)
+    session = self.session
     self.rewards.close()
     if hasattr(self.stream, "close"):
         self.stream.close()
