@@ -9,6 +9,7 @@ __all__ = ['SMALL', 'StreamConfig', 'TaskStream', 'open_tasks', 'check_tasks', '
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -97,9 +98,8 @@ def open_tasks(
     table = hasattr(source, "to_dict") or hasattr(source, "column_names")
     if isinstance(source, (str, os.PathLike)) or loose or table and not isinstance(source, Taskset):
         return Taskset.load(source, prompt=prompt)
-    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")) or isinstance(
-        source, Mapping
-    ):
+    listed = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    if not listed or isinstance(source, Mapping):
         raise ValueError(
             f"Tasks are a path, a list of dicts with a prompt, a datasets.Dataset, a DataFrame, a Taskset, or a stream with "
             f"read(n); got {type(source).__name__}."
@@ -112,8 +112,7 @@ SMALL = 10**5  # tasks that are all looked at before training
 
 def check_tasks(
     tasks: Sequence,  # tasks with prompt and columns
-    check_prompts: Callable[[list], Any]
-    | None = None,  # error for a prompt that the policy cannot take
+    encode: Callable[[list], Any] | None = None,  # error for a prompt that does not fit
     needs: Sequence[str] = (),  # columns that rewards read
 ) -> None:
     "Error for the first task that cannot be trained on, with its place."
@@ -124,14 +123,14 @@ def check_tasks(
         for i, task in enumerate(part, start):
             if hasattr(task, "columns") and (fault := _fault(task, needs, kinds)):
                 raise ValueError(f"{where(i)}: {fault}")
-        if check_prompts is None:
+        if encode is None:
             continue
         try:
-            check_prompts([t.prompt for t in part])
+            encode([t.prompt for t in part])
         except Exception:
             for i, task in enumerate(part, start):  # which one was it?
                 try:
-                    check_prompts([task.prompt])
+                    encode([task.prompt])
                 except Exception as e:
                     raise ValueError(f"{where(i)}: {e}") from None
             raise
@@ -140,26 +139,19 @@ def check_tasks(
 def _fault(task: Any, needs: Sequence[str], kinds: dict[str, str]) -> str | None:
     "What is wrong with the text or the columns of a task; the first row says of what kind a column is."
     texts = [task.prompt] if isinstance(task.prompt, str) else [m["content"] for m in task.prompt]
-    if any(
-        "\ud800" <= c <= "\udfff" for text in texts if not str(text).isascii() for c in str(text)
-    ):
+    if any(re.search("[\\ud800-\\udfff]", str(text)) for text in texts):
         return f"half a character (a lone surrogate) in the prompt {task.prompt!r:.60}."
     for name in needs:
-        if name not in task.columns:
-            if name in kinds:
-                return f"no column {name!r}, which a reward reads; there are {', '.join(task.columns) or 'none'}."
-            continue
-        value = task.columns[name]
-        kind = (
-            "dict"
-            if isinstance(value, Mapping)
-            else "list"
-            if isinstance(value, (list, tuple))
-            else "one value"
-        )
+        if name not in task.columns and name in kinds:
+            return f"no column {name!r}, which a reward reads; there are {', '.join(task.columns) or 'none'}."
+        value = task.columns.get(name)
+        kind = next((k for k, t in _SHAPES.items() if isinstance(value, t)), "one value")
         if value is not None and kinds.setdefault(name, kind) != kind:
             return f"column {name!r} holds {value!r:.40} ({kind}), in the rows before it is {kinds[name]}."
     return None
+
+
+_SHAPES = {"dict": Mapping, "list": (list, tuple)}
 
 # %% ../nbs/method/02_stream.ipynb #67498fef
 def fingerprint(
@@ -171,8 +163,6 @@ def fingerprint(
         return sha256(path)[:16]
     if len(tasks) > SMALL or not isinstance(getattr(rows, "rows", []), (list, tuple)):
         return None
-    told = [
-        [getattr(t, "prompt", t), getattr(t, "columns", {})]
-        for t in (tasks[i] for i in range(len(tasks)))
-    ]
+    all_tasks = (tasks[i] for i in range(len(tasks)))
+    told = [[getattr(t, "prompt", t), getattr(t, "columns", {})] for t in all_tasks]
     return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()[:16]

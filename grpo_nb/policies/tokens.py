@@ -7,7 +7,6 @@ __all__ = ['TokenPolicy', 'as_policy']
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #052ca1a7
 import copy as copy_module
-
 import warnings
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from grpo_nb.policies.loading import (
     stop_tokens,
     unwrap_peft,
 )
+from ..tasks import check_prompt
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #93e11d63
 class TokenPolicy:
@@ -157,7 +157,7 @@ def parameters(self: TokenPolicy) -> list[nn.Parameter]:
     "The trainable parameters, for an optimizer."
     return [p for p in self.model.parameters() if p.requires_grad]
 
-# %% ../../nbs/method/03_policies.tokens.ipynb #55858707
+
 @patch
 def state_dict(self: TokenPolicy) -> dict[str, Tensor]:
     "The weights; of a model with adapters those that are trained."
@@ -241,14 +241,8 @@ def _messages(self: TokenPolicy, prompt: str | list[dict]) -> list[dict]:
             "The prompt needs a chat template and the tokenizer has none. Give plain strings with chat=False, or set "
             "tokenizer.chat_template."
         )
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    listed = isinstance(messages, (list, tuple)) and messages
-    if not listed or any(
-        not isinstance(m, dict) or {"role", "content"} - m.keys() for m in messages
-    ):
-        raise ValueError(
-            f"A prompt is text or a list of messages {{role, content}}, got {prompt!r}."
-        )
+    text = isinstance(prompt, str)
+    messages = [{"role": "user", "content": prompt}] if text else check_prompt(prompt)
     if self.system_prompt:
         messages = [{"role": "system", "content": self.system_prompt}, *messages]
     if sum(m["role"] == "system" for m in messages) > 1:
@@ -260,7 +254,7 @@ def _messages(self: TokenPolicy, prompt: str | list[dict]) -> list[dict]:
             raise ValueError(
                 f"The prompt holds {mark!r}, which the chat template adds: give the bare text, or strings with chat=False."
             )
-    return list(messages)
+    return messages
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #c3acfd42
 @patch
@@ -401,7 +395,7 @@ def logp(
     "Log-probability of every completion token under the present weights."
     return self._scored(rollout, entropy=False)[0]
 
-# %% ../../nbs/method/03_policies.tokens.ipynb #a6ae38f6
+
 @patch
 def logp_entropy(
     self: TokenPolicy,
