@@ -72,7 +72,7 @@ wheel: $(STAMP) ## build the wheel in dist/, and try it: a fresh environment, an
 	dist/venv/bin/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25'
 	dist/venv/bin/python -m pip install -q `grep '^torch==' constraints.txt`
 	dist/venv/bin/python -m pip install -q dist/*.whl
-	cd dist/empty && env -u PYTHONPATH ../venv/bin/grpo-nb demo compare.budget={samples:512}
+	cd dist/empty && env -u PYTHONPATH ../venv/bin/grpo-nb demo 'compare.budget={samples: 512}'
 
 verl: $(STAMP) ## our estimators inside the real verl (its own environment, three minutes)
 	$(PYTHON) -m venv .venv-verl

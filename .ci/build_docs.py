@@ -4,6 +4,8 @@ The site works from disk and offline: maths (KaTeX) is vendored, links are relat
 the modules. A reader with Quarto can run `nbdev_docs` on the same sources instead.
 """
 
+import inspect
+import json
 import os
 import re
 import shutil
@@ -20,15 +22,26 @@ def page_name(notebook: Path) -> str:
     return re.sub(r"^\d+_", "", notebook.stem) + ".html"
 
 
+def signature(f, eval_str=True):
+    "The signature; names that no module can look up, of classes further down or for type checkers only, stay text."
+    try:
+        return inspect.signature(f, eval_str=eval_str)
+    except NameError:
+        return inspect.signature(f)
+
+
 def main():
+    from fastcore import docments
+    from nbdev import serve
     from nbdev.config import get_config
     from nbdev.quarto import refresh_quarto_yml
-    from nbdev.serve import proc_nbs
 
     os.chdir(ROOT)
     cfg = get_config()
     refresh_quarto_yml()
-    proc = Path(proc_nbs("nbs", n_workers=2))
+    docments.signature = signature
+    serve.IN_NOTEBOOK = True  # workers are forks, with the line above
+    proc = Path(serve.proc_nbs("nbs", n_workers=2, force=True))
     sidebar = (proc / "sidebar.yml").read_text(encoding="utf-8")
     for nb in sorted(proc.rglob("*.ipynb")):
         new = nb.with_name(page_name(nb).replace(".html", ".ipynb"))
@@ -68,7 +81,11 @@ def main():
         )
         text = text.replace(home + "/", up or "./")
         text = re.sub(r'(<(?:script|link)[^>]*?)\s+integrity="[^"]*"', r"\1", text)
-        page.write_text(text, encoding="utf-8")
+        page.write_text(link_papers(text), encoding="utf-8")
+    for css in SITE.rglob("*.css"):
+        text = css.read_text(encoding="utf-8")
+        css.write_text(re.sub(r"@import url\(https?:[^)]*\);?", "", text), encoding="utf-8")
+    search_from_disk()
     problems = check_links(pages)
     shutil.rmtree(proc, ignore_errors=True)
     print(f"{len(pages)} pages in {SITE.relative_to(ROOT)}/index.html")
@@ -76,21 +93,85 @@ def main():
         sys.exit("Broken links:\n" + "\n".join(problems))
 
 
+def link_papers(text: str) -> str:
+    "arXiv numbers in running text lead to their papers."
+    kept = r"(<(a|pre|code|script|style|title)\b.*?</\2>|<[^>]*>)"
+    parts = re.split(kept, text, flags=re.S)
+    paper = r"(?<![\w./])(?:arXiv[: ])?([12]\d(?:0[1-9]|1[0-2])\.\d{5})(?!\d)"
+    link = r'<a href="https://arxiv.org/abs/\1">\g<0></a>'
+    parts[::3] = [re.sub(paper, link, part) for part in parts[::3]]
+    del parts[2::3]  # the names of the tags
+    return "".join(parts)
+
+
+def search_from_disk():
+    "The index becomes a script, as a page on the disk may fetch nothing; sections that name what was asked come first."
+    from grpo_nb.config import describe
+    from grpo_nb.lab.recipe import GRPOConfig
+
+    index = json.loads((SITE / "search.json").read_text(encoding="utf-8"))
+    for row in describe(GRPOConfig):
+        section, _, _ = row["key"].rpartition(".")
+        href = f"configuration.html#{section.replace('.', '-').replace('_', '-') or 'top-level'}"
+        text = f"{row['meaning']} ({row['accepts']}; default {row['default']})"
+        index.append(dict(title="Configuration", section=row["key"], text=text, href=href))
+    (SITE / "search.js").write_text(f"window.searchIndex = {json.dumps(index)};", encoding="utf-8")
+    (script,) = SITE.rglob("smalldocs.js")
+    text = script.read_text(encoding="utf-8")
+    for old, new in [
+        (
+            'const r = await fetch(offset + "search.json");\n      index = await r.json();',
+            """await new Promise((done) => {
+        const s = document.createElement("script");
+        Object.assign(s, { src: offset + "search.js", onload: done, onerror: done });
+        document.head.append(s);
+      });
+      index = window.searchIndex || [];""",
+        ),
+        (
+            "fuse.search(q, { limit }).map((h) => h.item)",
+            """fuse.search(q).map((h) => h.item).map((e) => [[e.section, e.text].findIndex((t) =>
+        t.toLowerCase().includes(q.toLowerCase())), e]).sort((a, b) => (a[0] + 3) % 3 - (b[0] + 3) % 3)
+        .map((e) => e[1]).slice(0, limit)""",
+        ),
+    ]:
+        assert old in text, f"smalldocs.js no longer holds {old}"
+        text = text.replace(old, new)
+    script.write_text(text, encoding="utf-8")
+
+
 def check_links(pages) -> list[str]:
-    "Local links and images that lead nowhere, and scripts that would need the network."
-    bad = []
-    for page in pages:
-        text = page.read_text(encoding="utf-8")
-        for kind, url in re.findall(r'<(script|link|img|a)\b[^>]*?(?:href|src)="([^"]+)"', text):
+    "Links, anchors and pictures that lead nowhere, formulas that KaTeX refuses, and what would be loaded from the network."
+    bad, texts = [], {p.resolve(): p.read_text(encoding="utf-8") for p in pages}
+    for page, text in texts.items():
+        for kind, rest, url in re.findall(
+            r'<(script|link|img|a)\b([^>]*?)(?:href|src)="([^"]+)"', text
+        ):
             if re.match(r"(https?:)?//", url):
-                if kind in ("script", "img"):
+                if kind in ("script", "img") or (kind == "link" and "stylesheet" in rest):
                     bad.append(f"{page.name}: {kind} from the network: {url}")
                 continue
-            path = url.split("#")[0].split("?")[0]
-            if not path or re.match(r"(data|mailto|javascript):", url):
+            if re.match(r"(data|mailto|javascript):", url):
                 continue
-            if not (page.parent / path).exists():
+            path, _, anchor = url.split("?")[0].partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if not target.exists():
                 bad.append(f"{page.name}: {url}")
+            elif (
+                kind == "a"
+                and anchor
+                and f'id="{anchor}"' not in texts.get(target, f'id="{anchor}"')
+            ):
+                bad.append(f"{page.name}: no such place: {url}")
+        bad += [
+            f"{page.name}: formula {x}"
+            for x in re.findall(r"[_^]\\(?:max|min|mathrm|text|log|sg)\b", text)
+        ]
+    for css in SITE.rglob("*.css"):
+        found = re.findall(
+            r"(?:@import|url\()[^;)]*https?://[^;)]*", css.read_text(encoding="utf-8")
+        )
+        bad += [f"{css.name} from the network: {x}" for x in found]
     return bad
 
 
