@@ -1,9 +1,10 @@
-"""Write README.md from nbs/index.ipynb: its markdown, its shown code and its text outputs.
+"""Write README.md from nbs/index.ipynb: its markdown, its shown code and its outputs.
 
 python .ci/build_readme.py [--check]
 """
 
 import argparse
+import base64
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parents[1]
+PICTURE = ROOT / "nbs" / "images" / "readme.png"  # the index shows one
 
 
 def readme() -> str:
@@ -30,7 +32,11 @@ def readme() -> str:
             out.append(f"```python\n{code.strip()}\n```")
             for o in cell.get("outputs", []):
                 text = o.get("text") or o.get("data", {}).get("text/plain")
-                if text and "image/png" not in o.get("data", {}):
+                if png := o.get("data", {}).get("image/png"):
+                    PICTURE.parent.mkdir(exist_ok=True)
+                    PICTURE.write_bytes(base64.b64decode(png))
+                    out.append(f"![What the cell shows]({PICTURE.relative_to(ROOT)})")
+                elif text:
                     text = text if isinstance(text, str) else "".join(text)
                     out.append("\n".join("    " + x for x in text.rstrip().splitlines()))
     return "\n\n".join(out) + "\n"
