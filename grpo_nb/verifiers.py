@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from .config import check_number, one_of
-from .rewards import REWARDS, _names, _shown, is_missing, reward_function
+from .rewards import REWARDS, _names, _plain, _shown, is_missing, reward_function
 
 # %% ../nbs/method/02_verifiers.ipynb #54d26506
 def _content_text(content: Any) -> str:
@@ -33,10 +33,8 @@ def _content_text(content: Any) -> str:
     return "".join(texts)
 
 # %% ../nbs/method/02_verifiers.ipynb #000fcdbb
-def _plain_text(
-    completion: Any,  # text, or chat messages as a list of dicts
-) -> str:
-    "The text of a completion."
+def _plain_text(completion: Any) -> str:
+    "The text of a completion, which is text or chat messages."
     if isinstance(completion, str):
         return completion
     messages = [completion] if isinstance(completion, Mapping) else completion
@@ -141,10 +139,8 @@ _NUMBER = re.compile(
 )
 
 # %% ../nbs/method/02_verifiers.ipynb #aef85dda
-def _quantity(
-    text: str,  # a bare answer
-) -> tuple[Fraction, str] | None:  # value and unit, which may be empty; None = no plain number
-    "The value of a decimal, fraction or mixed number, and its unit."
+def _quantity(text: str) -> tuple[Fraction, str] | None:
+    "The value of a decimal, fraction or mixed number, and its unit, which may be empty; None = no plain number."
     text = re.sub(r"\\(?:text|mathrm)\s?\{([^{}]*)\}|\\[,; ]|~", r" \1", text)
     text = " ".join(text.replace("\\", "").replace("{,}", ",").split())
     match = _NUMBER.fullmatch(text) if len(text.replace(" ", "")) <= 100 else None
@@ -194,14 +190,13 @@ def _accepted_answers(wanted: Any, column: str, finder: _AnswerFinder) -> list[s
     wanted = wanted.tolist() if hasattr(wanted, "tolist") else wanted
     many = wanted if isinstance(wanted, (list, tuple, set, frozenset)) else [wanted]
     out = []
-    for x in (x.item() if getattr(x, "ndim", None) == 0 else x for x in many if not is_missing(x)):
+    for x in (x for x in map(_plain, many) if x is not None):
         if isinstance(x, (bytes, Iterable)) and not isinstance(x, str):
             raise ValueError(
                 f"Column {column!r} must hold text, a number or a list of those, got {_shown(x)}."
             )
-        out += [
-            _bare(finder.reference(t)) for t in ([x] if isinstance(x, str) else _number_texts(x))
-        ]
+        texts = [x] if isinstance(x, str) else _number_texts(x)
+        out += [_bare(finder.reference(t)) for t in texts]
         if not out[-1]:
             raise ValueError(f"Column {column!r} holds no answer in {_shown(x)}.")
     return out
@@ -223,9 +218,8 @@ def exact_answer(
     def reward(completion, **columns):
         accepted = _accepted_answers(columns[column], column, find)
         found = _bare(find(completion, columns) or "")
-        return (
-            float(any(_same_answer(found, x, ignore_case) for x in accepted)) if accepted else None
-        )
+        right = any(_same_answer(found, x, ignore_case) for x in accepted)
+        return float(right) if accepted else None
 
     return reward
 
@@ -313,10 +307,9 @@ def _same_math(gold: Any, guess: Any, limit: int) -> bool:
     from sympy import Expr, simplify
 
     if not (isinstance(gold, Expr) and isinstance(guess, Expr)):
-        return verify(
-            gold, guess, numeric_precision=100, timeout_seconds=limit, raise_on_error=True
-        )
-    if gold.is_number and guess.is_number and not (gold.is_Rational and guess.is_Rational):
+        options = dict(numeric_precision=100, timeout_seconds=limit, raise_on_error=True)
+        return verify(gold, guess, **options)
+    if gold.is_number and guess.is_number:
         a, b = gold.evalf(50), guess.evalf(50)
         return gold == guess or bool(abs(a - b) <= abs(a) * 10**-40)
     return bool(simplify(gold - guess) == 0)
@@ -417,9 +410,7 @@ def format_match(
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as e:
-        raise ValueError(
-            f"format_match: pattern {pattern!r} is no regular expression: {e}."
-        ) from None
+        raise ValueError(f"format_match: {pattern!r} is no regular expression: {e}.") from None
 
     @reward_function(name="format_match")
     def reward(completion, **columns):
@@ -440,24 +431,15 @@ def length_target(
     width = check_number("length_target: width", target if width is None else width, 0, above=True)
     one_of("unit of length_target:", unit, ("tokens", "characters"))
 
-    def value(length: int) -> float:
-        return max(0.0, 1.0 - abs(length - target) / width)
+    @reward_function(name="length_target", needs=["completion_ids"] * (unit == "tokens"))
+    def reward(completion, completion_ids=None, **columns):
+        counted = completion_ids if unit == "tokens" else _plain_text(completion)
+        return max(0.0, 1.0 - abs(len(counted) - target) / width)
 
-    def of_tokens(completion, completion_ids, **columns):
-        return value(len(completion_ids))
-
-    def of_characters(completion, **columns):
-        return value(len(_plain_text(completion)))
-
-    return reward_function(of_tokens if unit == "tokens" else of_characters, name="length_target")
+    return reward
 
 # %% ../nbs/method/02_verifiers.ipynb #3b65734b
-_OPERATORS = {
-    "Add": operator.add,
-    "Sub": operator.sub,
-    "Mult": operator.mul,
-    "Div": operator.truediv,
-}
+_OPERATORS = dict(Add=operator.add, Sub=operator.sub, Mult=operator.mul, Div=operator.truediv)
 
 
 def _node_value(node: ast.AST) -> Fraction:
@@ -555,11 +537,8 @@ def _evaluators(function: Callable, owner: type, seen: set[str]) -> set[str]:
     names = set(function.__code__.co_names) - seen
     seen |= names
     parts = [getattr(owner, n, None) or function.__globals__.get(n) for n in names]
-    called = [
-        f
-        for f in parts
-        if getattr(f, "__module__", None) == function.__module__ and hasattr(f, "__code__")
-    ]
+    same = lambda f: getattr(f, "__module__", None) == function.__module__
+    called = [f for f in parts if same(f) and hasattr(f, "__code__")]
     return (_EVALUATE & names).union(*(_evaluators(f, owner, seen) for f in called))
 
 # %% ../nbs/method/02_verifiers.ipynb #989dc678
