@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grpo_nb.advantages import SCALE_FREE, spread_to_tokens
 from grpo_nb.compat import make_safe_reward_func, make_safe_reward_func_individual
-from grpo_nb.core import Rollout, rollout_from_state, rollout_to_state
+from grpo_nb.core import Rollout
 from grpo_nb.list_parsing import (
     ListParser,
     Titles,
@@ -26,7 +26,6 @@ from grpo_nb.list_parsing import (
 )
 from grpo_nb.ranking import (
     SafetyOracle,
-    check_layouts,
     hit_matrix,
     make_relevance_reward,
     make_safe_reward,
@@ -34,7 +33,6 @@ from grpo_nb.ranking import (
     ranking_metrics,
     warn_cancelling_scales,
 )
-from grpo_nb.reward_runner import RewardRunner
 
 NAN = float("nan")
 FAST = settings(max_examples=60, deadline=None)
@@ -173,7 +171,6 @@ def test_year_tolerance_and_consumption():
     hits = lambda text, relevant: hit_matrix([parse(text)], [relevant], 5)[0].tolist()
     for year, want in ((1993, 1), (1992, 0), (1997, 1), (1998, 0)):
         assert sum(hits(f"Heat ({year})", relevant)) == want
-    assert hits("Heat (1995)\nHeat (1996)", relevant) == [1, 0, 0, 0, 0]
     two = ["Sabrina (1954)", "Sabrina (1995)"]
     assert hits("Sabrina (1995)\nSabrina (1954)", two) == [1, 1, 0, 0, 0]
     shelf = Titles(["X (1990)", "X (1992)", "X (1994)"])
@@ -351,48 +348,6 @@ def test_any_stop_token_that_ended_an_answer_has_no_text():
     assert [int(x.max()) for x in shown.states["item"]] == [0, 1]
 
 
-def test_rewards_with_other_rules_than_the_policy_are_refused():
-    parser = ListParser(3, prose=False)
-    oracle = SafetyOracle({}, "safe")
-    for other in (ListParser(3), ListParser(2, prose=False)):
-        for make in (
-            make_relevance_reward,
-            lambda p: make_safety_reward(p, oracle),
-            lambda p: make_safe_reward(p, oracle),
-        ):
-            with pytest.raises(ValueError, match="'mine' finds items by .* tokens of other items"):
-                check_layouts({"mine": make(other)}, parser)
-            check_layouts({"mine": make(ListParser(3, ["Heat (1995)"], prose=False))}, parser)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_lists_with_special_tokens_are_paid_right_and_can_be_stored(workers):
-    parser = ListParser(3, prose=False)
-    tasks = [{"prompt": "p", "relevant": "Heat (1995)"}] * 4
-    ids = [SPECIALS[0], *TOKENIZER("\nHeat (1995)\nAlien (1979)")["input_ids"], END]
-    rollout = with_lists(rollout_of([ids] * 4, tasks), TOKENIZER, parser)
-    with RewardRunner({"r": make_relevance_reward(parser, "exp_inf")}, workers=workers) as runner:
-        rollout = runner(rollout)
-    assert rollout.rewards[:, 0, :2].tolist() == [[1, 0]] * 4
-    assert rollout.rewards[:, 0, 2].isnan().all()
-    state = rollout_to_state(rollout)
-    again = rollout_from_state(state)
-    assert again.outputs == rollout.outputs
-    assert torch.equal(parse_rollout(again, TOKENIZER, parser).item_NS, rollout.states["item"])
-
-
-def test_columns_under_two_names_are_read_row_by_row():
-    tasks = [
-        {"prompt": "p", "seen": ["Heat"]},
-        {"prompt": "p", "seen_titles": "Heat"},
-        {"prompt": "p"},
-    ]
-    parser = ListParser(2, prose=False)
-    ids = TOKENIZER("Heat (1995)")["input_ids"]
-    parsed = parse_rollout(rollout_of([ids] * 3, tasks), TOKENIZER, parser)
-    assert [x.items[0].status for x in parsed.lists] == ["seen", "seen", "ok"]
-
-
 # ---------------------------------------------------------------- columns, tables, escapes
 
 
@@ -464,23 +419,11 @@ def test_a_blank_line_does_not_excuse_a_malformed_line(text):
     [
         (lambda p: ListParser(2.5), "num_ranks must be a whole number >= 1, got 2.5"),
         (lambda p: Titles([3]), "pair \\(title, year\\), got 3"),
-        (lambda p: make_relevance_reward(p, "exp_ing"), "Did you mean 'exp_inf'"),
         (lambda p: make_relevance_reward(p)(["p"], ["x"], relevant=[[], []]), "2 entries"),
         (lambda p: make_relevance_reward(p, penalties={"overflow": 1.0}), "item status 'overflow'"),
-        (
-            lambda p: ListParser(3, catalogue=7),
-            "a list of films or traits, one text or None, got 7",
-        ),
-        (lambda p: make_relevance_reward(p, penalties={"malform": 1}), "Did you mean 'malformed'"),
-        (
-            lambda p: make_relevance_reward(p, penalties={"seen": "much"}),
-            "must be >= 0 and finite, got 'much'",
-        ),
+        (lambda p: ListParser(3, catalogue=7), "films or traits, one text or None, got 7"),
+        (lambda p: make_relevance_reward(p, penalties={"seen": "much"}), "finite, got 'much'"),
         (lambda p: make_relevance_reward(p, missing=None), "missing must be a finite number"),
-        (
-            lambda p: make_safe_reward(p, SafetyOracle({}, "safe"), penalties={"sen": 1}),
-            "mean 'seen'",
-        ),
         (
             lambda p: make_safety_reward(p, SafetyOracle({}, "safe"), lambda_safe=math.inf),
             "lambda_safe must be",

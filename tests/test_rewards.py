@@ -556,21 +556,6 @@ def test_timeouts_stop_the_run_before_the_whole_batch_has_timed_out():
         assert time.monotonic() - start < 15 and children() == []
 
 
-def in_thread(f):
-    results = []
-
-    def run():
-        try:
-            results.append(f())
-        except Exception as e:
-            results.append(e)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return results[0]
-
-
 def test_missing_values_do_not_apply_and_are_no_zeros():
     import pandas as pd
 
@@ -684,39 +669,25 @@ def test_what_cannot_be_copied_is_shared():
     assert RewardRunner(functions)(rollout).rewards_NR.tolist() == [[1.0]]
 
 
-def shapes(make_async):
+def async_shapes():
     "One function in every shape that people give it, each worth 2."
     import functools
 
-    async def later(completion, scale=2.0):
+    async def f(completion, scale=2.0):
         import asyncio
 
         await asyncio.sleep(0)
         return scale
 
-    def now(completion, scale=2.0):
-        return scale
-
     class Own:
-        if make_async:
+        async def __call__(self, completion, scale=2.0):
+            return scale
 
-            async def __call__(self, completion, scale=2.0):
-                return scale
-
-            async def batch(self, completions):
-                return [2.0] * len(completions)
-        else:
-
-            def __call__(self, completion, scale=2.0):
-                return scale
-
-            def batch(self, completions):
-                return [2.0] * len(completions)
-
-    f = later if make_async else now
+        async def batch(self, completions):
+            return [2.0] * len(completions)
 
     async def both(completions):
-        return [later(c) for c in completions]
+        return [f(c) for c in completions]
 
     return {
         "function": f,
@@ -732,12 +703,11 @@ def shapes(make_async):
     }
 
 
-@pytest.mark.parametrize("make_async", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_functions_of_every_shape_are_called_and_awaited(workers, make_async):
+def test_functions_of_every_shape_are_called_and_awaited(workers):
     import asyncio
 
-    functions = shapes(make_async)
+    functions = async_shapes()
     with RewardRunner(functions, workers=workers) as runner:
         want = [[2.0] * len(functions)] * 2
         assert runner(batch(["a", "b"])).rewards_NR.tolist() == want
@@ -793,21 +763,6 @@ def test_a_reward_written_for_trl_works_unchanged(workers):
         assert values(scored.rewards_NR) == [[1, 1], [-99, 1], [1, 1]]
         assert [x["extracted"] for x in scored.info["logged"]] == ["2", "3", "It is 2"]
         assert runner.metrics()["reward/from_trl/length"] == (3 if workers == 0 else 4)
-
-
-def test_the_registry_and_the_runner_train_with_the_secret_that_was_given(tmp_path):
-    from grpo_nb.lab.recipe import RewardsConfig, open_rewards
-    from grpo_nb.rewards import REWARDS
-
-    @REWARDS.register("needs_a_key", force=True)
-    def needs_a_key(api_key, secret_word, headers):
-        return lambda completion: float(
-            (api_key, secret_word, *headers.values()) == ("k", "w", "b")
-        )
-
-    options = {"api_key": "k", "secret_word": "w", "headers": {"Authorization": "b"}}
-    functions = open_rewards(RewardsConfig(functions={"needs_a_key": options}))
-    assert RewardRunner(functions)(batch(["a"])).rewards_NR.tolist() == [[1.0]]
 
 
 def test_ranks_must_agree_and_scalars_count_at_every_rank():
@@ -889,13 +844,6 @@ FACTORIES = [
     (length_target, dict(target=3)),
     (reasoning_gym_score, {}),
 ]
-ACCEPTED = {  # besides what is of the type of the default
-    "extract": ("x", Judge),  # any function; unknown names are refused with a proposal
-    "width": (None, 3),
-    "target": (3,),
-    "math_timeout_s": (3,),
-    **dict.fromkeys(("column", "tag", "marker", "pattern"), ("x",)),
-}
 
 
 @pytest.mark.parametrize("factory, given", FACTORIES)
@@ -903,19 +851,14 @@ def test_wrong_parameters_of_ready_rewards_are_one_line(factory, given):
     import inspect
 
     for option in set(inspect.signature(factory).parameters) - {"ignore_case", "strict"}:
-        for value in ODD:
-            fits = any(
-                value is a or type(value) is type(a) and value == a
-                for a in ACCEPTED.get(option, ())
-            )
-            if not fits:
-                one_line(lambda o=option, v=value: factory(**(given | {o: v})), option)
-            elif option != "extract":
-                factory(**(given | {option: value}))
+        for value in (3j, "", [3], {}, nan, math.inf, -1.0, object()):  # right for none of them
+            one_line(lambda o=option, v=value: factory(**(given | {o: v})), option)
+
+
+def test_options_that_make_no_sense_are_one_line():
     one_line(lambda: format_match("("), "no regular expression")
     one_line(lambda: answer_tags(("a", "a")), "tags must be a list of distinct")
     one_line(lambda: answer_tags([]), "at least one tag")
-    one_line(lambda: length_target(-1), "target must be >= 0")
     one_line(lambda: length_target(0), "width must be > 0")
 
 

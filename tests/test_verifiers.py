@@ -1,5 +1,6 @@
 """Ready rewards: what is a right answer, and that no text of a model is ever executed."""
 
+import json
 import os
 import subprocess
 import sys
@@ -302,25 +303,6 @@ def test_no_text_of_a_model_is_evaluated_and_nonsense_earns_nothing():
     assert run(ATTACKS).rpartition("refused")[2].split() == refused.split()
 
 
-def test_every_scorer_of_the_installed_reasoning_gym_that_evaluates_is_known():
-    "By name in the source, wherever it stands in a file that scores answers."
-    gym = pytest.importorskip("reasoning_gym")
-    import re
-
-    found = set()
-    for path in Path(gym.__file__).parent.rglob("*.py"):
-        source = path.read_text("utf-8")
-        if "def score_answer" in source and re.search(
-            r"\b(eval|exec|parse_expr|sympify|literal_eval|pickle\.loads)\(", source
-        ):
-            found.add(path.stem)
-    grammars = {"countdown", "puzzle24", "string_insertion", "spiral_matrix", "binary_matrix"}
-    grammars |= {"n_queens", "bitwise_arithmetic"}
-    refused = {"simple_integration", "intermediate_integration", "polynomial_multiplication"}
-    # number_sorting evaluates the reference, codeio its tasks; propositional_logic has a parser of that name
-    assert found == grammars | refused | {"number_sorting", "codeio", "propositional_logic"}
-
-
 def test_a_scorer_that_computes_for_ever_is_ended_and_one_that_cannot_read_gives_zero():
     gym = pytest.importorskip("reasoning_gym")
     names, said = ("chain_sum", "prime_factorization", "coin_flip"), ("?", "x", "1e999999999")
@@ -331,19 +313,11 @@ def test_a_scorer_that_computes_for_ever_is_ended_and_one_that_cannot_read_gives
     options = dict(timeout_s=2, on_timeout=-1.0, **QUIET)
     with RewardRunner([reasoning_gym_score()], **options) as runner:
         answers = [f"<answer>{x}</answer>" for x in said]
-        assert runner(batch(answers, [dict(c) for c in columns])).rewards_NR[:, 0].tolist()[1:] == [
-            0,
-            -1,
-        ]
+        scored = runner(batch(answers, [dict(c) for c in columns])).rewards_NR[:, 0]
+        assert scored.tolist()[1:] == [0, -1]
         right = [f"<answer>{x['answer']}</answer>" for x in items]
-        stored = [c | {"metadata": json_of(c["metadata"])} for c in columns]
+        stored = [c | {"metadata": json.dumps(c["metadata"], default=str)} for c in columns]
         assert runner(batch(right, stored)).rewards_NR.min() == 1.0
-
-
-def json_of(metadata):
-    import json
-
-    return json.dumps(metadata, default=str)
 
 
 def test_grammars_of_ours_agree_with_the_scorers_they_replace():
