@@ -125,13 +125,7 @@ def _uncounted(rewards):
         rewards.last = batch
 
 # %% ../nbs/method/03_evaluate.ipynb #2482f529
-def _sampled_scores(
-    rollout: Rollout,  # the samples of every task one after the other
-    samples: int,  # per task
-    k: Sequence[int],
-    weights: Sequence[float] | None,
-    passed: Sequence[str],
-) -> dict[str, np.ndarray]:  # name: (P,)
+def _sampled_scores(rollout: Rollout, samples: int, k, weights, passed) -> dict[str, np.ndarray]:
     "Mean score and pass@k per task; with several rewards also each of them, and the weighted sum."
     per_task = lambda x_N: x_N.double().cpu().view(-1, samples)
     score_PG = per_task(sample_scores(rollout, passed))

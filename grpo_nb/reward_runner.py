@@ -111,13 +111,8 @@ class _RewardRecord:
 
 # %% ../nbs/method/03_reward_runner.ipynb #e23d49ac
 @patch
-def add(
-    self: _RewardRecord,
-    columns: Sequence[int],  # components of the function
-    rows: Sequence[int],  # samples of the call
-    result: CallResult,  # what came of it
-) -> None:
-    "File a result; raises RewardError where the run must stop."
+def add(self: _RewardRecord, columns: list[int], rows: list[int], result: CallResult) -> None:
+    "File what came of a call for these components and samples; raises RewardError where the run must stop."
     values = result.values or [[[np.nan]] * len(columns)] * len(rows)  # (n, R, K)
     for n, sample in zip(rows, values):
         for r, cell in zip(columns, sample):
@@ -290,11 +285,8 @@ def __call__(
         self._count(record, table)
         values = torch.from_numpy(table).float().to(rollout.group_N.device)
         per_rank = values.shape[2] > 1
-        named = {
-            "reward_names": tuple(self.components),
-            "rewards_NR": None if per_rank else values[:, :, 0],
-            "rewards_NRK": values if per_rank else None,
-        }
+        named = {"reward_names": tuple(self.components), "rewards_NR": None, "rewards_NRK": None}
+        named |= {"rewards_NRK": values} if per_rank else {"rewards_NR": values[:, :, 0]}
         if any("log_extra" in spec.logs for spec in self.specs):
             named["info"] = rollout.info | {"logged": record.extra}
         return rollout.replace(**named)
@@ -358,14 +350,10 @@ def state_dict(self: RewardRunner) -> dict:
 @patch
 def load_state_dict(self: RewardRunner, state: Mapping) -> None:
     "Continue the seeds of a runner with the same components."
-    if not isinstance(state, Mapping):
-        raise ValueError(f"The state of a runner is a dict, got {_shown(state)}.")
+    state = state if isinstance(state, Mapping) else {}
     names = list(state.get("components", state.get("totals", ())))  # older states have totals
-    if state.get("version") != 1 or names != self.components:
-        raise ValueError(
-            f"The state is of version {state.get('version')} for components {names}, this runner has version 1 and "
-            f"{self.components}."
-        )
+    if names != self.components:
+        raise ValueError(f"The state is for components {names}, this runner has {self.components}.")
     self.batches = int(state["batches"])
 
 # %% ../nbs/method/03_reward_runner.ipynb #09263010

@@ -141,9 +141,8 @@ def _worker_main(pipe: Any, specs: list[RewardSpec], memory_mb: int | None) -> N
         pipe.flush()
 
     _confine(memory_mb, parent=int(sys.argv[2]))
-    for spec in specs:
-        if spec.warm_up is not None:
-            spec.warm_up()
+    for warm_up in (spec.warm_up for spec in specs if spec.warm_up):
+        warm_up()
     tell(b'{"ready": true}\n')
     while len(head := pipe.read(8)) == 8:
         which, args, n, split = pickle.loads(pipe.read(*struct.unpack("!Q", head)))

@@ -8,6 +8,7 @@ __all__ = ['REWARDS', 'is_missing', 'reward_function', 'RewardSpec', 'reward_col
 
 # %% ../nbs/method/01_rewards.ipynb #70f99531
 import asyncio
+import contextlib
 import copy
 import functools
 import inspect
@@ -133,8 +134,8 @@ def reward_function(
         timeout_s = check_number("reward_function: timeout_s", timeout_s, 0, above=True)
     options = dict(form=form, name=name, timeout_s=timeout_s, warm_up=warm_up)
     options |= dict(whole_batch=whole_batch, own_process=own_process)
-    options["components"] = _names("reward_function: components", components)
-    options["needs"] = _names("reward_function: needs", needs)
+    for key, names in (("components", components), ("needs", needs)):
+        options[key] = _names(f"reward_function: {key}", names)
 
     def mark(f):
         try:
@@ -172,16 +173,13 @@ def _parameters(function: Callable, name: str) -> list[inspect.Parameter]:
     later = (inspect.isasyncgenfunction, inspect.isgeneratorfunction)
     if any(test(f) for test in later for f in (inner, type(inner).__call__)):
         raise ValueError(f"Reward {name!r} is a generator: return the rewards instead of `yield`.")
-    try:
+    with contextlib.suppress(ValueError, TypeError):  # built-in functions have no signature
         parameters = list(inspect.signature(function).parameters.values())
-    except (ValueError, TypeError):
-        parameters = None
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
-    if parameters is None or any(p.kind in positional for p in parameters):
-        raise ValueError(
-            f"Reward {name!r} is called with keywords, which its signature does not take: wrap it in a function."
-        )
-    return parameters
+        if not any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):
+            return parameters
+    raise ValueError(
+        f"Reward {name!r} is called with keywords, which its signature does not take: wrap it in a function."
+    )
 
 # %% ../nbs/method/01_rewards.ipynb #cd0c06cf
 def _read_signature(function: Callable, name: str, form: str | None) -> dict[str, Any]:
@@ -273,14 +271,12 @@ def pick(
 
 def _as_messages(prompt: Any, completion: Any) -> Any:
     "A completion as TRL gives it: after a prompt of messages a list of one; it goes on with an open message of the assistant."
-    chat = isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[-1], Mapping)
-    if not chat or not isinstance(completion, str):
+    last = prompt[-1] if isinstance(prompt, (list, tuple)) and prompt else None
+    if not isinstance(last, Mapping) or not isinstance(completion, str):
         return completion
-    last = prompt[-1]
     begun = last.get("content") if last.get("role") == "assistant" else ""
-    return [
-        {"role": "assistant", "content": (begun if isinstance(begun, str) else "") + completion}
-    ]
+    text = begun + completion if isinstance(begun, str) else completion
+    return [{"role": "assistant", "content": text}]
 
 # %% ../nbs/method/01_rewards.ipynb #b0b4a355
 _RESERVED = (
@@ -385,10 +381,9 @@ def _loggers(logged: dict[str, dict], n: int) -> dict[str, Callable]:
     def log_extra(column: str, values: Sequence) -> None:
         if len(values) != n:
             raise _ContractError(f"log_extra({column!r}) got {len(values)} values for {n} samples")
-        plain = json.dumps(
-            list(values), default=lambda x: x.item() if hasattr(x, "item") else str(x)
-        )
-        logged.setdefault("columns", {})[str(column)] = json.loads(plain)
+        as_json = lambda x: x.item() if hasattr(x, "item") else str(x)
+        plain = json.loads(json.dumps(list(values), default=as_json))
+        logged.setdefault("columns", {})[str(column)] = plain
 
     return {"log_metric": log_metric, "log_extra": log_extra}
 
