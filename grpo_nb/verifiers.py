@@ -309,7 +309,7 @@ def _same_math(gold: Any, guess: Any, limit: int) -> bool:
     if not (isinstance(gold, Expr) and isinstance(guess, Expr)):
         options = dict(numeric_precision=100, timeout_seconds=limit, raise_on_error=True)
         return verify(gold, guess, **options)
-    if gold.is_number and guess.is_number:
+    if gold.is_number and guess.is_number and not (gold.is_Rational and guess.is_Rational):
         a, b = gold.evalf(50), guess.evalf(50)
         return gold == guess or bool(abs(a - b) <= abs(a) * 10**-40)
     return bool(simplify(gold - guess) == 0)
