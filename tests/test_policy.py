@@ -245,6 +245,8 @@ def test_whatever_peft_trains_is_scored_copied_and_stored(tokenizer, options, tm
     [
         (True, "{} for r=8; got True"),
         ({"modules_to_save": ["nonesuch"]}, "finds nothing to train"),
+        ({"target_modules": ["q_proj", "nonesuch"]}, "'nonesuch' finds nothing to train"),
+        ({"target_parameters": ["nonesuch"]}, "finds nothing to train"),
         ({"bias": "lora_only"}, "finds nothing to train"),
         ({"target_modules": ["nonesuch"]}, "not found in the base model"),
         ({"trainable_token_indices": [99]}, "out of bounds"),

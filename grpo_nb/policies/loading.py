@@ -231,6 +231,10 @@ def _check_extras(model: nn.Module, config):
     asked = {
         f"modules_to_save={m!r}": f"{m}.modules_to_save." for m in config.modules_to_save or ()
     }
+    for m in () if isinstance(config.target_modules, str) else config.target_modules or ():
+        asked[f"target_modules={m!r}"] = f"{m}."
+    for m in getattr(config, "target_parameters", None) or ():
+        asked[f"target_parameters={m!r}"] = f"{m.rpartition('.')[0] or m}."
     if config.bias != "none":
         asked[f"bias={config.bias!r}"] = ".bias"
     if config.trainable_token_indices:

@@ -59,6 +59,8 @@ class TokenPolicy:
                 f"temperature must be > 0 (greedy decoding is sample(..., greedy=True)), got {temperature}."
             )
         check_number("top_p", top_p, 0, 1, above=True)
+        check_number("top_k", top_k, 0, whole=True)
+        check_number("max_new_tokens", max_new_tokens, 1, whole=True)
         if autocast not in (None, "bfloat16"):
             raise ValueError(f"autocast must be None or 'bfloat16', got {autocast!r}.")
         model = unwrap_peft(model)
