@@ -145,8 +145,8 @@ def _numeric(values):
     import pandas as pd
 
     if values.map(type).eq(list).any():
-        lists = [v if isinstance(v, list) else [] for v in values]
-        return pd.DataFrame(lists, values.index, dtype=float).add_prefix(f"{values.name}/")
+        entries = [dict(enumerate(v)) if isinstance(v, list) else {} for v in values]
+        return pd.DataFrame(entries, values.index, dtype=float).add_prefix(f"{values.name}/")
     try:
         return values if values.dtype.kind in "iuf" else values.astype(float)
     except (ValueError, TypeError):

@@ -63,10 +63,9 @@ def _trainer_state(path: Path) -> Path:
     inside = path.glob("checkpoint-*/trainer_state.json")
     found = sorted(inside, key=lambda p: int(p.parent.name.split("-")[-1]))
     found += path.glob("trainer_state.json")
-    if not found:
-        said = f"No trainer_state.json in {path.name!r} or its checkpoint-* folders."
-        raise FileNotFoundError(said)
-    return found[-1]
+    if found:
+        return found[-1]
+    raise FileNotFoundError(f"No trainer_state.json in {path.name!r} or its checkpoint-* folders.")
 
 # %% ../../nbs/lab/02_log_importers.ipynb #406b01aa
 def read_trl(

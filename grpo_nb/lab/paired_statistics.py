@@ -32,8 +32,6 @@ def improvement(
 
     x, y = np.asarray(values, float), np.asarray(baseline, float)
     m, n = len(x), len(y)
-    if not m or not n:
-        return math.nan, math.nan, math.nan
     p = float(mannwhitneyu(x, y).statistic / (m * n))
     z = norm.ppf(0.5 + level / 2)
 

@@ -60,12 +60,11 @@ class Progress:
         start: int = 0,  # steps done before (resume)
         mode: str | None = None,  # quiet, notebook, terminal, lines; None = find out
         every: float = 10.0,  # seconds between plain lines
-        file=None,  # where plain lines go; None = standard output
         clock: Callable[[], float] = time.monotonic,
     ):
         self.total, self.start, self.done = total, start, start
         self.mode = mode or display_mode()
-        self.every, self.file, self.clock = every, file, clock
+        self.every, self.clock = every, clock
         self.begun, self.shown = clock(), None
         self.bar = None
         if self.mode in ("notebook", "terminal"):
@@ -87,7 +86,7 @@ class Progress:
             self.shown = now
             left = (now - self.begun) / max(step - self.start, 1) * (self.total - step)
             numbers = "  ".join(f"{k} {v}" for k, v in _glance(metrics).items())
-            say(f"step {step}/{self.total}  {numbers}  {left:.0f} s left", file=self.file)
+            say(f"step {step}/{self.total}  {numbers}  {left:.0f} s left")
 
     def close(self) -> None:
         if self.bar is not None:
