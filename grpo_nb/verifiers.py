@@ -311,7 +311,7 @@ def _same_math(gold: Any, guess: Any, limit: int) -> bool:
         return verify(gold, guess, **options)
     if gold.is_number and guess.is_number and not (gold.is_Rational and guess.is_Rational):
         a, b = gold.evalf(50), guess.evalf(50)
-        return gold == guess or bool(abs(a - b) <= abs(a) * 10**-40)
+        return gold == guess or a == b or bool(abs(a - b) < abs(a) * 10**-40)  # infinity: not <
     return bool(simplify(gold - guess) == 0)
 
 # %% ../nbs/method/02_verifiers.ipynb #99b944b9
