@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 import signal
-import threading
 import time
 import warnings
 
@@ -186,28 +185,11 @@ def test_an_interrupt_finishes_the_step_and_fit_goes_on(capsys):
     )
 
 
-def test_fit_works_off_the_main_thread():
-    trainer = make("steps=1")
-    t = threading.Thread(target=trainer.fit)
-    t.start()
-    t.join()
-    assert trainer.step_done == 1
-
-
 def test_time_limit_stops_training_and_is_recorded(tmp_path):
     trainer = make("steps=1000", "max_seconds=0.01", f"run.dir={tmp_path / 'run'}")
     trainer.fit()
     trainer.close()
     assert trainer.step_done == 1 and len(Run.open(tmp_path / "run").frame()) == 1
-
-
-def test_a_second_run_never_overwrites_the_first(tmp_path):
-    for _ in range(2):
-        t = make("steps=1", f"run.dir={tmp_path / 'run'}").fit()
-        t.close()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "run-2"]
-    with pytest.raises(FileExistsError, match="holds a run"):
-        make("steps=1", f"run.dir={tmp_path / 'run'}", "run.if_exists=raise").fit()
 
 
 def test_held_out_tasks_are_held_out():
