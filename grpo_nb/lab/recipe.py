@@ -457,7 +457,7 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
     c, mode, given = trainer.config, trainer.config.advantage.mode, given_keys(trainer.config)
     takes = inspect.signature(ADVANTAGES.resolve(mode)[1]).parameters
     unfiltered = not c.filter_groups.enable and "filter_groups.enable" not in given
-    alone, unrecorded = not trainer.rewards.pooled, not trainer.session.setting("run").dir
+    alone, unrecorded = not trainer.rewards.pooled, not getattr(c, "run", RunConfig()).dir
     recorded = "(run.(wandb|name|if_exists|samples_every|samples_rows)|checkpoint.*)"
     rules = [
         (recorded, unrecorded, "needs run.dir"),
