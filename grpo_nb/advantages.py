@@ -171,15 +171,9 @@ def _rewards_NRK(rewards) -> tuple[Tensor, bool]:
     return x, flat
 
 
-_MOVED = {"scale": "mode='grpo_batch' or 'dr_grpo'", "level": "mode='gdpo_verl'"}
-
-
 def _no_option(name: str, known: Sequence[str]) -> ValueError:
     "The error for an option that an estimator does not have."
-    now = f" It is now {_MOVED[name]}." if name in _MOVED else ""
-    return ValueError(
-        f"No such option of this estimator.{now} {unknown_name('option', name, known)}"
-    )
+    return ValueError(f"No such option of this estimator. {unknown_name('option', name, known)}")
 
 
 def _weight_list(weights: Sequence[float] | None, r: int) -> list[float]:

@@ -337,8 +337,8 @@ def _counts(self: GroupCollector) -> dict[str, float]:
     groups, kept = self.tally["groups"], self.tally["kept"]
     filtered, high, low = groups - kept, self.reasons["all_high"], self.reasons["all_low"]
     rate = filtered / groups if groups else math.nan
-    names = ("groups", "kept", "filtered", "high", "low", "rate")
-    return dict(zip(names, (groups, kept, filtered, high, low, rate)))
+    counts = {"groups": groups, "kept": kept, "filtered": filtered}
+    return counts | {"high": high, "low": low, "rate": rate}
 
 # %% ../nbs/method/02_collector.ipynb #3c47959e
 @patch

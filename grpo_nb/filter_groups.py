@@ -139,10 +139,8 @@ def _outside(stats: GroupStats, band: tuple[float, float] | None) -> Tensor:
 # %% ../nbs/method/01_filter_groups.ipynb #80515078
 def _reasons(stats: GroupStats, differs_P, signal_P, outside_P) -> Tensor:
     "Index into the reasons of each group."
-    low_C, high_C = (
-        stats.min.nan_to_num(torch.inf).amin(0),
-        stats.max.nan_to_num(-torch.inf).amax(0),
-    )
+    low_C = stats.min.nan_to_num(torch.inf).amin(0)
+    high_C = stats.max.nan_to_num(-torch.inf).amax(0)
     unit_C = (low_C >= 0) & (high_C <= 1)
     low, high = torch.where(unit_C, 0.0, low_C), torch.where(unit_C, 1.0, high_C)
     valid_P, none_PC = stats.count.amax(1), stats.count == 0

@@ -246,7 +246,7 @@ class UpdateReport:
 
         return pd.DataFrame(self.rows)
 
-# %% ../nbs/method/02_update.ipynb #43d4df5d
+# %% ../nbs/method/02_update.ipynb #da54e83e
 def _summary(rows: list[dict]) -> dict[str, float]:
     "Means of the numbers of several updates; minima and maxima stay what they are."
     pick = {"min": min, "max": max}
@@ -258,7 +258,7 @@ def _summary(rows: list[dict]) -> dict[str, float]:
         out[name] = f(values) if values else math.nan
     return out
 
-# %% ../nbs/method/02_update.ipynb #da54e83e
+
 @patch
 def by_epoch(self: UpdateReport) -> list[dict[str, float]]:
     "One row per epoch: means, minima and maxima over its updates, one that was stopped included."
@@ -390,24 +390,16 @@ def _row(c, seen, batch, part, ranks, exact, first) -> dict:
         row["kl_ref/k3"] = ref
         row.setdefault("kl", ref)  # the loss's own estimate if it has one
     zero_N = batch["advantages"][part].reshape(len(part), -1).eq(0).all(1) if len(part) else part
-    return (
-        row
-        | c.loss.bounds()
-        | {
-            "n_samples": len(part),
-            "n_zero_advantage": int(zero_N.sum()),
-            "n_scored": len(part) - int(batch["skipped"][part].sum()),
-        }
-    )
+    row |= c.loss.bounds() | {"n_samples": len(part), "n_zero_advantage": int(zero_N.sum())}
+    return row | {"n_scored": len(part) - int(batch["skipped"][part].sum())}
 
 # %% ../nbs/method/02_update.ipynb #b3ff5de1
 def _metrics_of_nothing(c, batch) -> dict:
     "The metrics of a minibatch of which no sample has to be run: every update reports the same names."
     none = torch.zeros(0, batch["mask"].shape[1])
     entropy = none if c.loss.entropy_coef else None
-    return policy_loss(none, none, none[:, 0], none, c.loss, none, none.long(), entropy_NS=entropy)[
-        1
-    ]
+    args = (none, none, none[:, 0], none, c.loss, none, none.long())
+    return policy_loss(*args, entropy_NS=entropy)[1]
 
 # %% ../nbs/method/02_update.ipynb #3897d20f
 def _drop_gradients(policy):
@@ -425,7 +417,7 @@ def _step(c, policy, optimizer, row, ranks=None):
         optimizer.step()
     _drop_gradients(policy)
 
-# %% ../nbs/method/02_update.ipynb #b3571434
+
 def _sum_gradients(params: list[Tensor], ranks=None):
     "Add up the gradients of all ranks, in one message; a parameter without one counts as 0."
     for p in params:
