@@ -294,11 +294,12 @@ def _only_digits_are_numbers() -> Iterator[None]:
 def _read_math(text: str, limit: int) -> Any:  # a sympy object; None if it cannot be read
     "LaTeX as math-verify reads it."
     from math_verify import LatexExtractionConfig, parse
+    from math_verify.utils import timeout
 
     latex = [LatexExtractionConfig()]
     with _only_digits_are_numbers():
         found = parse(f"${text}$", latex, "no_fallback", parsing_timeout=limit, raise_on_error=True)
-    return found[0].doit() if found else None
+    return timeout(limit)(found[0].doit)() if found else None
 
 
 def _same_math(gold: Any, guess: Any, limit: int) -> bool:
@@ -317,6 +318,7 @@ def _same_math(gold: Any, guess: Any, limit: int) -> bool:
 # %% ../nbs/method/02_verifiers.ipynb #99b944b9
 def _equal_math(found: str, reference: str, limit: int) -> bool:
     "Whether two pieces of mathematics are equal, in `limit` seconds a step."
+    from math_verify.errors import TimeoutException
     from math_verify.utils import timeout
 
     pair = _quantity(found), _quantity(reference)
@@ -330,9 +332,10 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     try:
         guess = None if not found or _is_prose(found) else _read_math(found, limit)
         return guess is not None and timeout(limit)(_same_math)(gold, guess, limit)
-    except MemoryError:
-        raise MemoryError(f"math-verify needs more than {_MATH_MEMORY >> 20} MiB") from None
-    except Exception:  # what it cannot parse or compare is not equal; timeouts are no Exception
+    except (
+        Exception,
+        TimeoutException,
+    ):  # what cannot be read or compared in its limits is not equal
         return False
 
 # %% ../nbs/method/02_verifiers.ipynb #95a99da0
@@ -369,7 +372,7 @@ def math_equivalence(
             with _memory_limit(_MATH_MEMORY):
                 equal = [_equal_math(found, _mathematics(x), limit) for x in accepted]
         except TimeoutException as e:
-            raise TimeoutError(f"math-verify took more than {limit} s") from e
+            raise TimeoutError(f"math-verify took more than {limit} s over the reference") from e
         return float(any(equal)) if accepted else None
 
     return reward

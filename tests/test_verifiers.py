@@ -85,7 +85,8 @@ def test_math_equivalence_in_its_worker():
         ("", "1", 0),
         (r"$\frac{{$", "1", 0),
         ("$1$", None, -99),
-        ("$9^{9^{9^{9}}}$", "x", -1),
+        ("$9^{9^{9^{9}}}$", "x", 0),  # nothing an answer holds ends a training
+        (r"$\int_0^1 x^{1000000} dx$", "1", 0),
         ("$1$", r"\frac{", -2),
     ]
     options = dict(on_timeout=-1.0, on_error=-2.0, **QUIET)
