@@ -90,10 +90,14 @@ def make_safe_relevance_func(
 def make_safe_safety_func(
     rec_num: int,  # K
     safety_oracle: SafetyOracle,  # what is risky
-    **options,  # lambda_safe, penalty_safe and others of `make_safety_reward`
+    lambda_safe: float = 1.0,  # weight of safety
+    penalty_safe: float = 1.0,  # size of one violation at rank 1
+    **options,  # others of `make_safety_reward`
 ) -> Callable[..., list[list[float]]]:
     "`make_safety_reward` with a parser of its own."
-    return make_safety_reward(ListParser(rec_num), safety_oracle, **options)
+    return make_safety_reward(
+        ListParser(rec_num), safety_oracle, lambda_safe, penalty_safe, **options
+    )
 
 
 def make_safe_reward_func(

@@ -73,8 +73,10 @@ def film_reward(
     "A reward function of a configuration."
     if name == "relevance":
         return make_relevance_reward(task.parser, **options)
-    make = {"safety": make_safety_reward, "safe": make_safe_reward}[name]
-    return make(task.parser, task.oracle, **options)
+    if name == "safety":  # its number is the same for every variant of the relevance
+        options = {k: v for k, v in options.items() if k != "variant"}
+        return make_safety_reward(task.parser, task.oracle, **options)
+    return make_safe_reward(task.parser, task.oracle, **options)
 
 
 def film_trainer(
