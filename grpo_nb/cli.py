@@ -250,7 +250,10 @@ def _compare(
     config = override(config, [o for o in overrides if not o.startswith("compare.")])
     title, seconds = str(block.pop("title", "Comparison")), block.pop("seconds", None)
     shown = {k: block.pop(k) for k in ("baseline", "margin") if k in block}
-    dir, workers = Path(block["dir"]), check_number("workers", block["workers"], 1, whole=True)
+    dir, workers = (
+        Path(block["dir"]),
+        check_number("compare.workers", block["workers"], 1, whole=True),
+    )
     # mistakes are told before anything is trained, also for the budget
     spec = Spec(base=config, **{k: v for k, v in block.items() if k != "workers"})
     seeds = ", ".join(map(str, spec.seeds))

@@ -12,6 +12,7 @@ import yaml
 
 from grpo_nb.cli import _open_block
 from grpo_nb.config import describe, given_keys, override
+from grpo_nb.lab import recipe
 from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_stream
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.reward_runner import RewardRunner
@@ -80,6 +81,7 @@ KEYS = [
 @pytest.mark.parametrize("key, value, parts, outcome", KEYS, ids=lambda x: str(x)[:30])
 def test_every_key_that_somebody_sets_is_used_refused_or_told(key, value, parts, outcome, policy):
     parts = {"policy": policy, "tasks": ROWS, "rewards": RIGHT} | parts
+    recipe._tell.cache_clear()  # said once in a process
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
