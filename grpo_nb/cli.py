@@ -255,7 +255,10 @@ def _compare(
         check_number("compare.workers", block["workers"], 1, whole=True),
     )
     # mistakes are told before anything is trained, also for the budget
-    spec = Spec(base=config, **{k: v for k, v in block.items() if k != "workers"})
+    try:
+        spec = Spec(base=config, **{k: v for k, v in block.items() if k != "workers"})
+    except ValueError as e:  # with the key as it is written in the recipe
+        raise ValueError(f"compare.{e}" if str(e).split()[0] in block else str(e)) from None
     seeds = ", ".join(map(str, spec.seeds))
     say(f"{title}: {', '.join(spec.variants)}; seeds {seeds}; {spec.budget} per run")
     if seconds:
