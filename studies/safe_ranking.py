@@ -12,6 +12,7 @@ ratings, no weights.
 import argparse
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -89,7 +90,9 @@ def film_trainer(
     policy = RankingPolicy(
         task.model, task.tokenizer, task.parser, max_new_tokens=config.policy.max_new_tokens
     )
-    trainer = GRPO(policy, rows, rewards, config, judged)
+    with warnings.catch_warnings():  # what the configuration names is what is passed
+        warnings.filterwarnings("ignore", "Without effect: tasks.train")
+        trainer = GRPO(policy, rows, rewards, config, judged)
     trainer.oracle = task.oracle  # `film_scores` asks it
     return trainer
 
