@@ -270,7 +270,7 @@ def pick(
 
 
 def _as_messages(prompt: Any, completion: Any) -> Any:
-    "A completion as TRL gives it: after a prompt of messages a list of one; it goes on with an open message of the assistant."
+    "A completion as TRL gives it: after a prompt of messages a list of one, which goes on with what the prompt leaves open."
     last = prompt[-1] if isinstance(prompt, (list, tuple)) and prompt else None
     if not isinstance(last, Mapping) or not isinstance(completion, str):
         return completion

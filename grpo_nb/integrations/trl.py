@@ -53,6 +53,9 @@ def _join(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return out
 
 # %% ../../nbs/integrations/05_trl.ipynb #32e255c4
+_FILTER_KEYS = ("enable", "metric", "max_num_gen_batches", "on_cap", "min_spread")
+
+
 class GRPOTrainer(_TRLTrainer):
     "TRL's GRPOTrainer with advantages and dynamic sampling of grpo_nb; all other arguments are TRL's."
 
@@ -60,7 +63,7 @@ class GRPOTrainer(_TRLTrainer):
         self,
         *args,
         advantage: str | Callable | Mapping | AdvantageConfig = "grpo",  # estimator
-        filter_groups: Mapping | FilterGroupsConfig | None = None,  # dynamic sampling; None: off
+        filter_groups: Mapping | None = None,  # dynamic sampling; None: off
         **kwargs,
     ):
         if _TRLTrainer is object:
@@ -70,6 +73,10 @@ class GRPOTrainer(_TRLTrainer):
         advantage = {"mode": advantage} if known else advantage
         self._advantage = build_config(AdvantageConfig, advantage)
         self._filter = build_config(FilterGroupsConfig, filter_groups or {})
+        for key in set(filter_groups or ()) - set(_FILTER_KEYS):
+            raise ValueError(
+                f"filter_groups.{key} has no effect inside TRL, which knows {', '.join(_FILTER_KEYS)}: leave it out."
+            )
         self._draws = 0  # prompts that refills have taken so far, on all processes
         super().__init__(*args, **kwargs)
         if self._advantage.weights is None:
