@@ -19,7 +19,6 @@ from torch import Tensor
 from .config import Count, NonNegative, Positive, configuration
 from .core import Groups, Policy, Rollout, minibatches
 from grpo_nb.losses import (
-    WHOLE_MINIBATCH,
     LossConfig,
     apply_mask,
     kl_penalty,
@@ -136,10 +135,6 @@ class UpdateConfig:
             raise ValueError(
                 f"scheme={self.scheme!r} is a single-epoch form: it needs num_epochs=1, got {self.num_epochs}. "
                 "For several epochs use scheme='fixed'."
-            )
-        if self.micro_tokens and self.loss.policy_loss in WHOLE_MINIBATCH:
-            raise ValueError(
-                f"{self.loss.policy_loss!r} chooses among all steps of a minibatch: leave micro_tokens at None."
             )
 
     @property
@@ -301,8 +296,7 @@ def kl_mask_and_skipped(
     alive_P = groups.index_N[~zero_N].bincount(minlength=groups.num_groups) > 0
     dead_N = ~alive_P[groups.index_N]
     kl_mask_NS = mask_NS if c.kl_on_dead_groups else mask_NS & ~dead_N.to(mask_NS.device)[:, None]
-    whole = c.loss.policy_loss in WHOLE_MINIBATCH
-    if whole or not c.skip_zero_advantage or c.loss.entropy_coef or c.kl_stop.active:
+    if not c.skip_zero_advantage or c.loss.entropy_coef or c.kl_stop.active:
         return kl_mask_NS, torch.zeros_like(zero_N)
     if not c.loss.kl_coef:
         return kl_mask_NS, zero_N

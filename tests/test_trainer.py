@@ -529,7 +529,6 @@ SETTING_LATER = (  # a section, keys that are fine, one that is not beside them
     (LossConfig, {"policy_loss": "cispo"}, ("ratio_max", 0.2)),
     (LossConfig, {"policy_loss": "gspo"}, ("level", "sequence")),
     (UpdateConfig, {"scheme": "on_policy"}, ("num_epochs", 2)),
-    (UpdateConfig, {"loss": LossConfig("kl_cov")}, ("micro_tokens", 8)),
 )
 
 
