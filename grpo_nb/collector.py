@@ -512,7 +512,9 @@ def load_state_dict(
     device: Any = None,  # where tensors go; None = as stored
 ):
     "Continue exactly where the state was taken."
-    told = _in_format_2(copy.deepcopy(state["json"]))
+    told = copy.deepcopy(state["json"])
+    if told.get("format") != 2:
+        raise ValueError("The collector's state has another format, of another version.")
     self.reasons = Counter(told["tally"].pop("reasons"))
     self.tally = Counter(told["tally"])
     for name in _PLAIN:
@@ -520,15 +522,3 @@ def load_state_dict(
     for name in _ROLLOUTS:
         parts = [{"json": part, "tensors": state["tensors"]} for part in told[name]]
         setattr(self, name, [rollout_from_state(p, device, self.make_task) for p in parts])
-
-
-def _in_format_2(told: dict) -> dict:
-    "A state of an older version, under today's names."
-    if told.get("format") == 1 and not told["pending"]:
-        new = {"rate": "filter_rate", "ahead": "unrewarded"}
-        tally = {"hidden": "dropped_with_signal", "idle": "kept_without_signal"}
-        told = {new.get(k, k): v for k, v in told.items()} | {"format": 2}
-        told["tally"] = {tally.get(k, k): v for k, v in told["tally"].items()}
-    if told.get("format") != 2:
-        raise ValueError("The collector's state has another format, of another version.")
-    return told

@@ -207,28 +207,7 @@ def state_dict(self: PassRateEstimator) -> dict[str, Any]:
 @patch
 def load_state_dict(self: PassRateEstimator, state: Mapping[str, Any]) -> None:
     "Continue from a state, bit for bit."
-    if "visits" in state:
-        state = _from_visits(self, state)
     self.rho, self.interpolation = float(state["rho"]), state["interpolation"]
     self.count = {k: int(state["count"][k]) for k in _COUNTERS}
     for name in ("solved_N", "unsolved_N"):
         setattr(self, name, np.array(state[name], np.float64))
-
-# %% ../nbs/method/01_difficulty.ipynb #406b05d2
-def _from_visits(est: PassRateEstimator, state: Mapping[str, Any]) -> dict[str, Any]:
-    "The state of a checkpoint written when only visited tasks had numbers of their own."
-    count = {k.replace("_c", "_interpolation") if k.endswith("_c") else k: v for k, v in state["count"].items()}  # fmt: skip
-    total = float(state["weight"] + np.sum(state["outside_w"]))
-    solved = np.zeros(est.num_tasks)
-    if total > 0:
-        for place, weight in zip(state["outside_c"], state["outside_w"]):
-            solved += weight * interpolate(est.weaker, est.stronger, place)
-        if state["weight"] > 0:
-            place = state["moment"] / state["weight"]
-            solved += state["weight"] * interpolate(est.weaker, est.stronger, place)
-    evidence = [solved, total - solved]
-    rows = np.asarray(state["visits"]["rows"], np.float64).reshape(-1, 3)
-    keep = (1 - est.config.lamb) ** (count["updates"] - rows[:, 2])
-    for side, x in enumerate(evidence):
-        x[np.asarray(state["visits"]["tasks"], np.int64)] += rows[:, side] * keep
-    return {"interpolation": state["c"], "rho": state["rho"], "count": count, "solved_N": evidence[0], "unsolved_N": evidence[1]}  # fmt: skip

@@ -351,7 +351,7 @@ def state_dict(self: RewardRunner) -> dict:
 def load_state_dict(self: RewardRunner, state: Mapping) -> None:
     "Continue the seeds of a runner with the same components."
     state = state if isinstance(state, Mapping) else {}
-    names = list(state.get("components", state.get("totals", ())))  # older states have totals
+    names = list(state.get("components", ()))
     if names != self.components:
         raise ValueError(f"The state is for components {names}, this runner has {self.components}.")
     self.batches = int(state["batches"])

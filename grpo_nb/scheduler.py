@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SELECTOR_METRIC', 'EXPERIENCE_OPERATORS', 'SELECTOR_KEYS', 'reward_per_sample', 'PassRateCalculator',
-           'selection_metrics', 'TasksetScheduler', 'tasks_from_trinity', 'open_entry', 'make_stream']
+           'selection_metrics', 'TasksetScheduler', 'open_entry', 'make_stream']
 
 # %% ../nbs/method/03_scheduler.ipynb #6af7147e
 import inspect
@@ -319,23 +319,6 @@ def load_state_dict(self: TasksetScheduler, state: Mapping[str, Any]) -> None:
 # %% ../nbs/method/03_scheduler.ipynb #2a9d57c0
 SELECTOR_KEYS = ("selector", "task_selector", "data_selector")
 
-# %% ../nbs/method/03_scheduler.ipynb #b9cd3efd
-def tasks_from_trinity(config: Mapping) -> dict[str, Any]:
-    "Arguments of `TasksetScheduler.from_config` from the blocks of Trinity-RFT's YAML."
-    _check_entry("", config, "buffer data_processor")
-    buffer = config["buffer"]
-    _check_entry(
-        "buffer.", buffer, "batch_size total_epochs total_steps explorer_input", "trainer_input"
-    )
-    source = buffer.get("explorer_input") or {}
-    _check_entry("buffer.explorer_input: ", source, "taskset tasksets")
-    entries = source.get("tasksets") or ([source["taskset"]] if source.get("taskset") else [])
-    if not entries:
-        raise ValueError("The recipe has no buffer.explorer_input.tasksets.")
-    pipeline = (config.get("data_processor") or {}).get("experience_pipeline") or {}
-    options = {k: buffer[k] for k in ("batch_size", "total_epochs", "total_steps") if buffer.get(k)}
-    return {"tasksets": entries, "operators": pipeline.get("operators") or [], **options}
-
 # %% ../nbs/method/03_scheduler.ipynb #c7e7c81c
 class _FeaturedTasks:
     "A taskset with more numeric columns from another source, joined by prompt."
@@ -372,9 +355,8 @@ def open_entry(
     where = f"taskset {entry.get('name', entry.get('path'))!r}: "
     _check_entry(f"{where}format: ", form, "prompt_key response_key")
     if not str(entry.get("path")).startswith("gym:"):
-        _check_entry(where, entry, "name path format features id prompt rename selector", _IDLE)
-    idle = ("name", "path", "format", "features", *_IDLE.split())
-    options = {k: v for k, v in entry.items() if k not in idle}
+        _check_entry(where, entry, "name path format features id prompt rename selector")
+    options = {k: v for k, v in entry.items() if k not in ("name", "path", "format", "features")}
     options.setdefault("id", entry.get("name"))
     if "prompt_key" in form:
         options.setdefault("prompt", form["prompt_key"])
@@ -387,18 +369,11 @@ def open_entry(
     return _FeaturedTasks(tasks, Taskset.load(_locate(entry["features"]), **prompt))
 
 
-_IDLE = "storage_type enable_progress_bar default_workflow_type default_reward_fn_type workflow_args reward_fn_args"
-
-
-def _check_entry(where: str, block: Mapping, known: str, idle: str = "") -> None:
-    "Refuse keys that would be ignored; those that only Trinity-RFT needs are told."
+def _check_entry(where: str, block: Mapping, known: str) -> None:
+    "Refuse keys that would be ignored."
     for key in block:
-        if key not in [*known.split(), *idle.split()]:
+        if key not in known.split():
             raise ValueError(where + unknown_name("key", key, known.split()))
-    if told := [k for k in block if k in idle.split() and block[k] not in (None, "", "file", {})]:
-        warnings.warn(
-            f"{where}{', '.join(told)} has no effect here (see policy and rewards).", stacklevel=3
-        )
 
 
 def _locate(path: Any) -> Any:
@@ -412,8 +387,13 @@ def from_config(
     open_taskset: Callable[[dict], Any] | None = None,  # from a taskset entry to its data
     **changes,  # arguments of TasksetScheduler that go before the recipe's
 ) -> "TasksetScheduler":
-    "A scheduler from a recipe, in the short form or in Trinity-RFT's."
-    options = _recipe(config)
+    "A scheduler from a recipe."
+    known = list(inspect.signature(TasksetScheduler).parameters)
+    for key in config:
+        one_of("scheduler option", key, known)
+    if not config.get("tasksets"):
+        raise ValueError("The recipe has no tasksets.")
+    options = {"operators": ["pass_rate_calculator"], **config}
     entries = options.pop("tasksets")
     names = [e.get("name", str(k)) for k, e in enumerate(entries)]
     if len(set(names)) != len(names):
@@ -430,18 +410,6 @@ def _selector_of(entry: Mapping) -> TaskSelectorConfig:
     if len(given) > 1:
         raise ValueError(f"Taskset {entry.get('name')!r} has several selectors: {given}. Keep one.")
     return TaskSelectorConfig.of(entry[given[0]] if given else None)
-
-
-def _recipe(config: Mapping) -> dict[str, Any]:
-    "A recipe as arguments, with its tasksets as entries."
-    if "buffer" in config:
-        return tasks_from_trinity(config)
-    known = list(inspect.signature(TasksetScheduler).parameters)
-    for key in config:
-        one_of("scheduler option", key, known)
-    if not config.get("tasksets"):
-        raise ValueError("The recipe has no tasksets.")
-    return {"operators": ["pass_rate_calculator"], **config}
 
 # %% ../nbs/method/03_scheduler.ipynb #12cd41e4
 def make_stream(

@@ -12,20 +12,14 @@ ratings, no weights.
 import argparse
 import hashlib
 import json
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from grpo_nb.applications.movielens import (
-    Movies,
-    MovieTask,
-    RankingPolicy,
-    load_movies,
-    load_task,
-    split_users,
-)
+from grpo_nb.applications.movielens import MovieTask, RankingPolicy, load_task
 from grpo_nb.core import seeded
 from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.list_parsing import ParsedList, film_key, parse_rollout
@@ -41,6 +35,10 @@ from grpo_nb.ranking import (
 from grpo_nb.trainer import GRPO
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "data" / "build"))
+
+from movielens_task import Movies, load_movies, split_users  # noqa: E402
+
 LISTS = Path(__file__).with_name("safe_ranking_lists.json")
 VALIDATION = 100  # last training rows, of users of their own: only for choosing learning rates
 BASE = {

@@ -84,13 +84,16 @@ def diffusion(folder):
 
 def ranking(folder):
     "Lists of films, rewards per rank, advantages on the tokens of each item."
+    sys.path.insert(0, str(Path(__file__).parents[1] / "data" / "build"))
+    import movielens_task as films
+
     from grpo_nb.applications import movielens as ml
     from grpo_nb.ranking import make_relevance_reward, make_safety_reward
 
     task = folder.parent / "task"
     if not task.exists():
-        warm = ml.WarmStart(hidden=32, layers=1, steps=30, batch=16, lr=5e-3)
-        ml.build_task(task, ml.load_movies(60, "generated"), warm)
+        warm = films.WarmStart(hidden=32, layers=1, steps=30, batch=16, lr=5e-3)
+        films.build_task(task, films.load_movies(60, "generated"), warm)
     task = ml.load_task(task)
     policy = ml.RankingPolicy(task.model, task.tokenizer, task.parser, max_new_tokens=28)
     rewards = {

@@ -1,5 +1,6 @@
 "What goes in at the door of a training: what is given is used, refused or told, and what ran is what the record says."
 
+import contextlib
 import json
 import re
 import time
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from grpo_nb.cli import _open_block
-from grpo_nb.config import describe, given_keys, override
+from grpo_nb.config import describe, given_keys
 from grpo_nb.lab import recipe
 from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_stream
 from grpo_nb.policies.tokens import TokenPolicy
@@ -159,41 +160,29 @@ def test_a_file_that_holds_other_tasks_by_now_is_refused_unless_they_are_given(t
         GRPO.load(tmp_path / "run", tasks=str(file)).close()
 
 
-TRINITY = (
-    "buffer: {{batch_size: 2, explorer_input: {{taskset: {{name: a, path: {path}, {entry}}}}}}}"
-)
 FORM = "format: {prompt_key: question, response_key: solution"
 
 
 @pytest.mark.parametrize(
-    "entry, outcome",
+    "entry, fault",
     [
-        (FORM + "}, rollout_args: {temperature: 0.6, n: 16}", {"policy.temperature": 0.6, "num_generations": 16}),
-        (FORM + "}, repeat_times: 4", {"num_generations": 4}),
-        (FORM + ", system_prompt: Say it.}", {"policy.system_prompt": "Say it."}),
-        (FORM + "}, default_workflow_type: math_workflow", "default_workflow_type has no effect"),
+        (FORM + "}", None),
         (FORM + ", reply_prefix: So}", "Unknown key 'reply_prefix'"),
         ("format: {prompt_key: question, respons_key: solution}", "Did you mean 'response_key'"),
         (FORM + "}, selectr: random", "Did you mean 'selector'"),
         (FORM + "}, promt: x", "Did you mean 'prompt'"),
         (FORM + "}, weight: 2", "Unknown key 'weight'"),
-        (FORM + "}, rollout_args: {best_of: 2}", "Unknown key 'rollout_args'"),
-        (FORM + "}, repeat_times: 4, rollout_args: {n: 2}", "num_generations is one for the whole run"),
     ],
-)  # fmt: skip
-def test_keys_of_a_taskset_entry_are_used_refused_or_told(entry, outcome, tmp_path):
+)
+def test_keys_of_a_taskset_entry_are_used_or_refused(entry, fault, tmp_path):
     path, recipe = tmp_path / "q.jsonl", tmp_path / "r.yaml"
     path.write_text(json.dumps({"question": "1+1=", "solution": "2"}) + "\n")
-    recipe.write_text(TRINITY.format(path=path, entry=entry))
-    if isinstance(outcome, dict):
-        config = load_config(recipe)
-        assert override(config, outcome) == config
-        assert open_stream(config).read(1)[0].columns["answer"] == "2"
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises((ValueError, UserWarning), match=outcome):
-            open_stream(load_config(recipe))
+    recipe.write_text(f"tasks: {{tasksets: [{{name: a, path: {path}, {entry}}}]}}")
+    with pytest.raises(ValueError, match=fault) if fault else contextlib.nullcontext():
+        assert open_stream(load_config(recipe)).read(1)[0].columns["answer"] == "2"
+    recipe.write_text("buffer: {batch_size: 2}")
+    with pytest.raises(ValueError, match="grpo-nb train --from trinity"):
+        load_config(recipe)
 
 
 @pytest.mark.parametrize(

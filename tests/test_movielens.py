@@ -28,17 +28,20 @@ from grpo_nb.trainer import GRPO, OptimizerConfig
 from grpo_nb.update import UpdateConfig
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "data" / "build"))
+import movielens_task as films  # noqa: E402
+
 needs_wheel = pytest.mark.skipif(
-    ml._find_ml100k() is None,
-    reason=f"MovieLens-100k is not installed: pip install --no-deps {ml._RECBOLE}",
+    films._find_ml100k() is None,
+    reason=f"MovieLens-100k is not installed: pip install --no-deps {films._RECBOLE}",
 )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("films")
-    config = ml.WarmStart(hidden=48, layers=1, steps=80, batch=32, lr=5e-3)
-    ml.build_task(folder, ml.load_movies(100, "generated"), config)
+    config = films.WarmStart(hidden=48, layers=1, steps=80, batch=32, lr=5e-3)
+    films.build_task(folder, films.load_movies(100, "generated"), config)
     return folder
 
 
@@ -49,30 +52,31 @@ def task(folder):
 
 def test_the_package_that_carries_the_data_is_not_imported():
     code = (
-        "import sys; from grpo_nb.applications.movielens import _find_ml100k; _find_ml100k(); "
+        "import sys; from movielens_task import _find_ml100k; _find_ml100k(); "
         "print([m for m in ('recbole', 'transformers', 'pandas') if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    how = {"capture_output": True, "text": True, "check": True, "cwd": ROOT / "data" / "build"}
+    out = subprocess.run([sys.executable, "-c", code], **how)
     assert out.stdout.strip() == "[]"
 
 
 def test_a_missing_wheel_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(ml, "_find_ml100k", lambda: None)
+    monkeypatch.setattr(films, "_find_ml100k", lambda: None)
     with pytest.raises(FileNotFoundError, match="pip install --no-deps recbole==1.2.1"):
-        ml.load_movies(source="ml-100k")
-    assert ml.load_movies(50).source == "generated"
+        films.load_movies(source="ml-100k")
+    assert films.load_movies(50).source == "generated"
     assert "recbole==1.2.1" in capsys.readouterr().out
 
 
 def test_generated_films_have_the_schema_and_tastes():
-    data = ml._generated_movies(seed=3)
-    assert {g for f in data.films for g in f.genres} <= set(ml._GENRES)
+    data = films._generated_movies(seed=3)
+    assert {g for f in data.films for g in f.genres} <= set(films._GENRES)
     assert all(isinstance(f.year, int) and f.genres for f in data.films)
     assert len(data.user_E) == len(data.film_E) == len(data.rating_E)
     liked = list(data.liked().values())
     member = np.zeros((len(liked), len(data.films)))
-    for row, films in zip(member, liked):
-        row[films] = 1
+    for row, mine in zip(member, liked):
+        row[mine] = 1
     overlap = member @ member.T / member.sum(1, keepdims=True)
     np.fill_diagonal(overlap, np.nan)
     spread = np.nanmax(overlap, 1).mean() / np.nanmean(overlap)
@@ -224,32 +228,32 @@ def test_the_study_tunes_on_other_users_and_keeps_numbers_only(task, folder, tmp
 
 
 def test_unknown_text_is_refused_by_the_tokenizer():
-    tokenizer = ml._film_tokenizer([ml.Film("Heat", 1995, ())])
+    tokenizer = films._film_tokenizer([films.Film("Heat", 1995, ())])
     with pytest.raises(Exception, match="(?i)unk"):
         tokenizer("Fargo (1996)")
 
 
 @needs_wheel
 def test_movielens_is_read_whole():
-    data = ml._read_ml100k(ml._find_ml100k())
+    data = films._read_ml100k(films._find_ml100k())
     assert len(data.films) == 1682 - 2 - data.excluded["films listed twice"]
     assert len(data.user_E) + data.excluded["ratings of films without a year"] == 100_000
     assert len(np.unique(data.user_E)) == 943 and set(np.unique(data.rating_E)) == {1, 2, 3, 4, 5}
-    assert ml.Film("The Usual Suspects", 1995, ("Crime", "Thriller")) in data.films
+    assert films.Film("The Usual Suspects", 1995, ("Crime", "Thriller")) in data.films
     assert not [f for f in data.films if f.title.endswith((", The", ", A", ", La"))]
 
 
 @needs_wheel
 def test_every_movielens_line_is_read_back():
-    top = ml.load_movies(300, "ml-100k")
+    top = films.load_movies(300, "ml-100k")
     for film in top.films:
         title, year = _read_item(film.line)
         assert (_normalise_title(title), year) == (_normalise_title(film.title), film.year)
-    tokenizer = ml._film_tokenizer(top.films)
+    tokenizer = films._film_tokenizer(top.films)
     text = "".join(f.line + "\n" for f in top.films)
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == 900 and tokenizer.decode(ids) == text
-    oracle = SafetyOracle(ml._genre_risks(top.films), unknown="unsafe")
+    oracle = SafetyOracle(films._genre_risks(top.films), unknown="unsafe")
     share = [
         np.mean([oracle.violates(f.title, f.year, [t]) for f in top.films]) for t in oracle.traits
     ]

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -19,7 +20,14 @@ import torch
 
 from grpo_nb.files import RunLocked, read_jsonl
 from grpo_nb.lab import checkpoint, progress, session
-from grpo_nb.lab.checkpoint import CheckpointError, check_seal, checkpoints, latest, read_state
+from grpo_nb.lab.checkpoint import (
+    _CHECKSUM,
+    CheckpointError,
+    check_seal,
+    checkpoints,
+    latest,
+    read_state,
+)
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.session import check_resume
 from grpo_nb.tasks import Taskset, data_path
@@ -256,9 +264,6 @@ def test_every_single_byte_of_a_manifest_counts(tmp_path):
             with pytest.raises(CheckpointError, match="manifest.json|has format"):
                 check_seal(path.parent)
     path.write_bytes(good)
-    told = json.loads(good)
-    old = {k: v for k, v in told.items() if k != "sha256"} | {"format": 1}
-    path.write_text(json.dumps(old))  # as older versions wrote them
     assert check_seal(path.parent)["step"] == 0
 
 
@@ -339,9 +344,11 @@ def test_other_formats_versions_and_configurations(tmp_path):
     t = make(tmp_path / "r").fit(1)
     t.close()
     (path,) = checkpoints(tmp_path / "r" / "checkpoints")
-    told = json.loads((path / "manifest.json").read_text()) | {"format": 1}
+    told = json.loads((path / "manifest.json").read_text()) | {"versions": {"torch": "1.0"}}
     del told["sha256"]
-    (path / "manifest.json").write_text(json.dumps(told | {"versions": {"torch": "1.0"}}))
+    text = json.dumps(told, indent=1)[:-2]
+    seal = hashlib.sha256(text.encode()).hexdigest() + '"\n}'
+    (path / "manifest.json").write_text(text + _CHECKSUM + seal)
     with pytest.warns(UserWarning, match="torch 1.0 -> "):
         GRPO.load(path, rewards={"thirds": thirds})
     with pytest.warns(UserWarning, match="configuration differs.*optimizer.lr"):

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -413,40 +412,12 @@ def test_stop_at_every_step_and_resume_twice(label):
 
 # Recipes -----------------------------------------------------------------------------------------
 
-DOCUMENT = """
-data_processor:
-  experience_pipeline:
-    operators:
-      - name: pass_rate_calculator
-buffer:
-  batch_size: 4
-  total_epochs: 2
-  explorer_input:
-    tasksets:
-      - name: my_taskset
-        storage_type: file
-        path: ./path/to/tasks
-        task_selector:
-          selector_type: difficulty_based
-          feature_keys: ["correct", "uncertainty"]
-          kwargs: {m: 16, lamb: 0.2, rho: 0.2, target_reward: 0.9, tau: 0.5, do_sample: true}
-"""
-
 
 def open_table(entry):
-    return Table(10, {"correct": np.linspace(0, 0.5, 10), "uncertainty": np.linspace(0.4, 0.9, 10)})
+    return Table(10)
 
 
-def test_yaml_of_the_original_document_loads_as_it_is():
-    s = TasksetScheduler.from_config(yaml.safe_load(DOCUMENT), open_table)
-    assert s.max_steps == 5 and s.selectors[0].estimator.config.m == 16
-    batch = s.read()
-    s.observe(rollout([1, 0] * 4, [t for t in batch for _ in range(2)], [i // 2 for i in range(8)]))
-    assert s.selectors[0].estimator.count["updates"] == 1
-    assert {t["taskset_id"] for t in batch} == {"my_taskset"}
-
-
-def test_short_form_and_its_errors():
+def test_a_recipe_and_its_errors():
     recipe = {
         "tasksets": [{"name": "a", "path": "x", "selector": "shuffle"}],
         "batch_size": 2,
@@ -461,7 +432,6 @@ def test_short_form_and_its_errors():
         ({**recipe, "shares": {"kind": "stages", "stages": [{"weights": {"b": 1}}]}}, "Unknown taskset 'b'"),
         ({**recipe, "operators": ["pass_rates"]}, "Unknown experience operator"),
         ({**recipe, "tasksets": []}, "no tasksets"),
-        ({"buffer": {}}, "explorer_input.tasksets"),
         ({**recipe, "tasksets": [{"name": "a", "path": "x", "selector": "random", "task_selector": "random"}]}, "several selectors"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=match):
@@ -477,8 +447,8 @@ def test_recipe_opens_real_tasksets(tmp_path):
         "path": str(path),
         "format": {"prompt_key": "question", "response_key": "solution"},
     }
-    config = {"buffer": {"batch_size": 3, "explorer_input": {"tasksets": [
-        {**entry, "task_selector": {"selector_type": "offline_easy2hard", "feature_keys": ["rate"]}}]}}}  # fmt: skip
+    entry["selector"] = {"selector_type": "offline_easy2hard", "feature_keys": ["rate"]}
+    config = {"batch_size": 3, "tasksets": [entry]}
     batch = TasksetScheduler.from_config(config).read()
     assert [(t.taskset_id, t.index, t.prompt, t["answer"]) for t in batch][0] == (
         "sums",

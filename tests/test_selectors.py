@@ -520,22 +520,3 @@ def test_stop_at_every_step_and_resume_twice(label):
     s = selector_for_resume(label)
     s.load_state_dict(states[3])
     assert [step(s, t) for t in range(3, steps)] == stream[3:]
-
-
-def test_a_checkpoint_of_the_earlier_form_is_read():
-    "It held numbers of visited tasks and a history of the interpolation; written by that version."
-    state = {
-        "c": 1.6027459931350174, "rho": 0.5, "peak": 8.0, "weight": 0.0, "moment": 0.0,
-        "count": {"updates": 4, "ignored_nan": 0, "clipped_values": 0, "skipped_c": 0, "clamped_c": 0},
-        "outside_c": [1.6027459931350172, 1.6974957562606097, 1.8374954062614848, 1.9999950000125004],
-        "outside_w": [8.0, 7.2, 6.48, 5.832000000000002],
-        "visits": {"tasks": [0, 2, 1], "rows": [
-            [-5.435960230099427, 5.435960230099427, 3.0], [-15.831986420033951, 4.99198642003395, 3.0],
-            [1.2712128219679446, 6.728787178032055, 4.0]]},
-    }  # fmt: skip
-    models = np.array([0.1, 0.2, 0.3, 0.4, 0.5]), np.array([0.5, 0.6, 0.7, 0.9, 0.8])
-    est = PassRateEstimator(5, *models, lamb=0.1, rho=0.5)
-    est.load_state_dict(state)
-    alpha = [18.30478717803206, 27.21956420708949, 13.640787178032054, 28.512, 28.358590383524042]
-    assert np.allclose(est.posterior()[0], alpha, rtol=1e-12)
-    assert est.count["updates"] == 4 and est.interpolation == state["c"]

@@ -9,6 +9,7 @@ import pytest
 from grpo_nb.integrations.from_trinity import config_from_trinity
 from grpo_nb.integrations.from_trl import config_from_trl
 from grpo_nb.integrations.from_verl import config_from_verl
+from grpo_nb.lab.recipe import open_stream
 
 FOLDER = Path(__file__).parent / "recorded" / "configs"
 CASES = {
@@ -176,3 +177,40 @@ def test_a_shell_script_and_a_yaml_file_are_read_alike(tmp_path):
     )
     got = config_from_verl(tmp_path / "run.yaml", ["data.train_batch_size=128"])
     assert got.batch == "128 prompts x 4 samples, 2 updates" and got.config.optimizer.lr == 1e-5
+
+
+DOCUMENT = """
+data_processor: {experience_pipeline: {operators: [{name: pass_rate_calculator}]}}
+buffer:
+  batch_size: 4
+  total_epochs: 2
+  explorer_input:
+    tasksets:
+      - name: my_taskset
+        storage_type: file
+        path: PATH
+        format: {prompt_key: prompt, system_prompt: Add.}
+        rollout_args: {temperature: 0.6, top_p: 0.9}
+        task_selector:
+          selector_type: difficulty_based
+          feature_keys: ["correct", "uncertainty"]
+          kwargs: {m: 16, lamb: 0.2, rho: 0.2, target_reward: 0.9, tau: 0, do_sample: true}
+"""
+
+
+def test_tasksets_of_the_original_document_are_read_and_opened(tmp_path):
+    path = tmp_path / "t.jsonl"
+    rows = [{"prompt": f"{i}+1=", "correct": 0.1, "uncertainty": 0.5} for i in range(10)]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(DOCUMENT.replace("PATH", str(path)))
+    config = config_from_trinity(recipe).config
+    p = config.policy
+    assert (p.temperature, p.top_p, p.system_prompt) == (0.6, 0.9, "Add.")
+    stream = open_stream(config)
+    assert stream.max_steps == 5 and stream.selectors[0].options.target_reward == 0.9
+    assert {t.taskset_id for t in stream.read()} == {"my_taskset"}
+    again = DOCUMENT[DOCUMENT.index("      - name") :].replace("0.6", "1.0")
+    recipe.write_text(DOCUMENT + again.replace("my_taskset", "other"))
+    with pytest.raises(ValueError, match="policy.temperature 0.6 and 1.0: a run has one"):
+        config_from_trinity(recipe)

@@ -196,21 +196,26 @@ def _trinity_tasks(s: Settings) -> dict[str, Any]:
     source = "buffer.explorer_input"
     places = [f"{source}.taskset"] if f"{source}.taskset.path" in s.given else []
     places += sorted({m[0] for k in s.given if (m := re.match(rf"{source}\.tasksets\.\d+", k))})
-    entries, temperatures = [], set()
+    entries, once = [], {}
     for at in places:
         entry = {k: v for k, v in _under(s, at).items() if k in _ENTRY}
+        prompt = entry.get("format", {}).pop("system_prompt", None)
         given = next((entry.pop(k) for k in _ENTRY[5:] if k in entry), {})
         entries.append(entry | {"selector": {"selector_type": "sequential", "seed": 42} | given})
         s.taken |= {
             k: "tasks.tasksets" for k in s.given if k.startswith(tuple(f"{at}.{e}" for e in _ENTRY))
         }
-        temperatures.add(s.take(f"{at}.rollout_args.temperature", "policy.temperature", 1.0))
-    if len(temperatures) > 1:
-        raise ValueError(
-            f"Tasksets with temperatures {sorted(temperatures)}: a run has one here. Make them equal."
-        )
-    ours = {"tasks.tasksets": entries, "tasks.train": None} if entries else {}
-    return ours | ({"policy.temperature": temperatures.pop()} if temperatures else {})
+        mine = {"policy.system_prompt": prompt}
+        for key, default in {"temperature": 1.0, "top_p": None, "top_k": None}.items():
+            ours = f"policy.{key}"
+            mine[ours] = s.take(f"{at}.rollout_args.{key}", ours, default)
+        for ours, value in mine.items():
+            if once.setdefault(ours, value) != value:
+                raise ValueError(
+                    f"Tasksets with {ours} {once[ours]} and {value}: a run has one here. Make them equal."
+                )
+    once = {k: v for k, v in once.items() if v is not None}
+    return {"tasks.tasksets": entries, "tasks.train": None} | once if entries else {}
 
 
 def _trinity_rest(s: Settings) -> dict[str, Any]:

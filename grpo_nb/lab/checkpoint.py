@@ -29,7 +29,7 @@ from ..files import free_path, pack, sha256, unpack
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #493abb4f
 MANIFEST = "manifest.json"
-_FORMAT = 2  # of checkpoints; 1, without a checksum of the manifest, is read too
+_FORMAT = 2  # of checkpoints
 _CHECKSUM = ',\n "sha256": "'  # stands before the checksum of what stands before it
 
 
@@ -85,13 +85,12 @@ def _manifest(folder: Path) -> dict:
     try:
         text = (folder / MANIFEST).read_bytes().decode()
         manifest = {"metrics": {}, "versions": {}} | json.loads(text)
-        if manifest["format"] not in (1, _FORMAT):
+        if manifest["format"] != _FORMAT:
             said = f"format {manifest['format']!r}, this version reads {_FORMAT}"
             raise ValueError(f"{said}: use the version that wrote it")
-        before, sealed, end = text.rpartition(_CHECKSUM)
-        if manifest["format"] > 1 or sealed:
-            if end != hashlib.sha256(before.encode()).hexdigest() + '"\n}':
-                raise ValueError("it was changed, its SHA-256 differs")
+        before, _, end = text.rpartition(_CHECKSUM)
+        if end != hashlib.sha256(before.encode()).hexdigest() + '"\n}':
+            raise ValueError("it was changed, its SHA-256 differs")
         manifest["step"], manifest["order"]  # are there
         manifest["files"] = {name: dict(told) for name, told in manifest["files"].items()}
         return manifest

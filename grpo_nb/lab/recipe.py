@@ -48,7 +48,7 @@ from grpo_nb.lab.session import (
     part_facts,
 )
 from ..rewards import REWARDS
-from ..scheduler import SELECTOR_KEYS, TasksetScheduler, make_stream, tasks_from_trinity
+from ..scheduler import SELECTOR_KEYS, TasksetScheduler, make_stream
 from ..tasks import Task, Taskset, data_path
 from ..trainer import GRPO, RunnerConfig, StreamConfig, TrainerConfig, check_callbacks
 
@@ -159,7 +159,11 @@ def load_config(
     "Configuration from a recipe and overrides."
     tree = read_tree(recipe, overrides, resolvers)
     tree.pop("compare", None)  # the block of `grpo-nb compare`
-    return build_config(GRPOConfig, _with_verl_block(_with_trinity_blocks(tree)))
+    if "buffer" in tree:
+        raise ValueError(
+            f"{recipe} has Trinity-RFT's keys: train it with grpo-nb train --from trinity."
+        )
+    return build_config(GRPOConfig, _with_verl_block(tree))
 
 # %% ../../nbs/lab/03_recipe.ipynb #752ed419
 def read_tree(
@@ -215,45 +219,6 @@ def _refuse_resolvers(tree: Mapping, recipe: str) -> None:
                     "command line, or load_config(recipe, resolvers=True)."
                 )
             nodes += node.getChildren() if hasattr(node, "getChildren") else ()
-
-# %% ../../nbs/lab/03_recipe.ipynb #46adb52d
-def _with_trinity_blocks(tree: dict) -> dict:
-    "Trinity-RFT's form of tasksets, selectors and operators as our keys."
-    if "buffer" not in tree:
-        return tree
-    found = tasks_from_trinity({k: tree.pop(k) for k in ("buffer", "data_processor") if k in tree})
-    run = {"train_batch_size": found.get("batch_size"), "steps": found.get("total_steps")}
-    tree = {k: v for k, v in run.items() if v} | tree
-    tasks = {"operators": found["operators"], "epochs": found.get("total_epochs")}
-    tasks["tasksets"] = [_with_run_settings(e, tree) for e in found["tasksets"]]
-    return tree | {"tasks": tasks | (tree.get("tasks") or {})}
-
-
-_OF_THE_RUN = {
-    "rollout_args.temperature": "policy.temperature",
-    "rollout_args.top_p": "policy.top_p",
-    "rollout_args.top_k": "policy.top_k",
-    "rollout_args.n": "num_generations",
-    "repeat_times": "num_generations",
-    "format.system_prompt": "policy.system_prompt",
-}
-
-
-def _with_run_settings(entry: Mapping, tree: dict) -> dict:
-    "A taskset entry of Trinity-RFT without what a run has once, which goes to the tree."
-    entry = {k: dict(v) if isinstance(v, Mapping) else v for k, v in entry.items()}
-    for key, ours in _OF_THE_RUN.items():
-        block, _, name = key.rpartition(".")
-        holder = entry.get(block) or {} if block else entry
-        if name not in holder:
-            continue
-        section, _, field_name = ours.rpartition(".")
-        into = tree.setdefault(section, {}) if section else tree
-        if into.setdefault(field_name, holder[name]) != holder.pop(name):
-            raise ValueError(
-                f"{ours} is one for the whole run, but tasksets and recipe give several."
-            )
-    return {k: v for k, v in entry.items() if v or k != "rollout_args"}
 
 # %% ../../nbs/lab/03_recipe.ipynb #1a7f60da
 def _with_verl_block(tree: dict) -> dict:
@@ -496,7 +461,8 @@ def load(
     given = [k for k, part in own.items() if part is not None] + keys
     functions = state["trainer"].get("functions", {})
     _ask_for_functions(folder.name, functions, given)
-    config = override(_stored_config(state["trainer"]["config"]), overrides)
+    config = build_config(GRPOConfig, state["trainer"]["config"])
+    config = override(override(config, {}, given=["tasks.eval"]), overrides)
     for key, name in functions_in(config).items():
         if functions.get(key, name) != name:
             warnings.warn(f"{key} was {functions[key]}, and goes on as {name}.", stacklevel=2)
@@ -523,23 +489,6 @@ def _find_checkpoint(
     return found
 
 # %% ../../nbs/lab/03_recipe.ipynb #5e1f0c3a
-_RENAMED = ("filter_groups.memory",)  # old names that a section understands
-
-
-def _stored_config(
-    tree: Mapping,  # as a checkpoint holds it
-) -> GRPOConfig:
-    "The configuration of a checkpoint; options that this version no longer has are named and left out."
-    gone: list[str] = []
-    config = build_config(GRPOConfig, _known_part(GRPOConfig(), tree, "", gone))
-    if gone:
-        warnings.warn(
-            f"The checkpoint was written by a version with more options; left out: {', '.join(gone)}.",
-            stacklevel=3,
-        )
-    return override(config, {}, given=["tasks.eval"])
-
-
 def _check_same_parts(stored: Mapping, now: Mapping, given: Sequence[str]) -> None:
     "Refuse to go on with other tasks or another tokenizer than those of the run, unless they are passed or set."
     for part, what in (("policy", "tokenizer"), ("tasks", "tasks")):
@@ -553,19 +502,6 @@ def _check_same_parts(stored: Mapping, now: Mapping, given: Sequence[str]) -> No
             f"{what} of the run were {before}, and what the configuration names is now {after}. Give those of the run, "
             f"GRPO.load(path, {part}=...), or set {part}.* to say that others are meant."
         )
-
-
-def _known_part(config: Any, tree: Mapping, at: str, gone: list[str]) -> dict:
-    "The keys of a tree that a configuration has, in its sections too."
-    found = {}
-    for key, value in tree.items():
-        if not hasattr(config, key) and f"{at}{key}" not in _RENAMED:
-            gone.append(f"{at}{key}")
-        elif is_dataclass(section := getattr(config, key, None)) and isinstance(value, Mapping):
-            found[key] = _known_part(section, value, f"{at}{key}.", gone)
-        else:
-            found[key] = value
-    return found
 
 # %% ../../nbs/lab/03_recipe.ipynb #b66e952e
 def _warn_of_versions(folder: Path):
