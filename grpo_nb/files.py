@@ -229,14 +229,15 @@ def _plain_leaf(value, where: str):
 # %% ../nbs/ground/00_files.ipynb #93ca705d
 HIDDEN = "<hidden>"
 _SECRET_NAMES = (
-    r"passw|passphrase|passcode|secret|credential|bearer|authorization|webhook|(^|[._-])(auth|pwd?|pass|creds|otp|cookies?|jwt)$",
+    r"passw|passphrase|passcode|secret|credential|bearer|authorization|webhook|(^|[._-])(auth|pwd?|pass|creds|otp|cookies?|jwt|dsn)$|sess(ion)?_?id$|conn(ection)?_?str",
     r"(^|(?<!eos|bos|pad|unk|sep|cls|end)(?<!mask|stop)(?<!start|think|image)[._-])tokens?_?\d*$",  # not of texts
     r"(api|access|auth|private|hf|hub|github|openai|anthropic|mistral|cohere|gemini|serper|wandb|aws|azure|google|judge|"
     r"groq|deepseek|tavily|openrouter|together|fireworks|replicate|endpoint|master|license|consumer|account|"
     r"client|session|refresh|signing|encryption|ssh)[._ -]?(keys?|tokens?)(?!(?-i:[a-z]))",
 )
 _SECRET_VALUES = (
-    r"(?<=://)([^/\s:@]*:[^/\s]+|[^/\s@]{16,})(?=@)",  # https://user:pw@host
+    r"(?<=://)(?!git@)([^/\s:@]*:[^/\s]+|[^/\s@?#]+)(?=@)",  # https://user:pw@host
+    r"(?<=curl )([^|;]*\s)?(-u|--user)[ =]?['\"]?[^\s:]+:[^\s'\"]+",
     r"(?i:(?:api|access|account)_?key|token|secret|password|passwd|pwd|sig|signature|(?<=[?&])key)=[^\s&'\"<]{2,}",  # in a query
     r"(?i:(api|access)[_-]?key|password|passwd|authorization)['\"]?(: ?|=| (?=\S*\d))['\"]?(?i:(bearer|basic|token) )?[^\s&'\"<]{2,}",  # a header, a command
     r"\bBearer (?=\S*\d)[\w.~+/=-]{12,}|^Bearer [\w.~+/=-]{12,}$|^Basic [\w+/]{8,}=+$",
@@ -247,6 +248,7 @@ _SECRET_VALUES = (
 )
 _SECRET_NAME = re.compile("|".join(_SECRET_NAMES), re.I)
 _SECRET_VALUE = re.compile("|".join(_SECRET_VALUES))
+_WANDB_KEY = re.compile(r"(?<![\w/@-])(?<!commit )(?<!revision )[0-9a-f]{40}(?![\w/])")
 
 # %% ../nbs/ground/00_files.ipynb #9b392966
 def hide_secrets(
@@ -268,7 +270,9 @@ def hide_secrets(
     if isinstance(value, str) and not secret:
         for text in known:
             value = value.replace(text, HIDDEN)
-        return _SECRET_VALUE.sub(HIDDEN, value)
+        value = _SECRET_VALUE.sub(HIDDEN, value)
+        commit = re.search("commit|revision|hash|sha1", name)
+        return value if commit else _WANDB_KEY.sub(HIDDEN, value)
     number = type(value) is int and "token" not in name.lower()  # 5000 tokens, pwd 5000
     return HIDDEN if secret and (number or value and isinstance(value, str)) else value
 

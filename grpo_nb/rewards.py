@@ -126,13 +126,15 @@ def reward_function(
     own_process: bool = False,  # needs a worker even with workers=0 (uses signals, parses anything)
     timeout_s: float | None = None,  # deadline per sample in seconds; None = the runner's
     warm_up: Callable[[], Any] | None = None,  # called in each worker before any deadline runs
+    check: Callable[[Mapping], Any]
+    | None = None,  # error for columns of a task that it cannot read
 ) -> Callable:
     "Declare what the signature of a reward function cannot say; the function itself is returned."
     if form is not None:
         one_of("form of a reward:", form, ("batch", "single"))
     if timeout_s is not None:
         timeout_s = check_number("reward_function: timeout_s", timeout_s, 0, above=True)
-    options = dict(form=form, name=name, timeout_s=timeout_s, warm_up=warm_up)
+    options = dict(form=form, name=name, timeout_s=timeout_s, warm_up=warm_up, check=check)
     options |= dict(whole_batch=whole_batch, own_process=own_process)
     for key, names in (("components", components), ("needs", needs)):
         options[key] = _names(f"reward_function: {key}", names)
@@ -217,6 +219,7 @@ class RewardSpec:
     own_process: bool = False
     timeout_s: float | None = None
     warm_up: Callable[[], Any] | None = None
+    check: Callable[[Mapping], Any] | None = None
 
     def labels(self) -> list[str]:
         "Names of the components that this function yields."

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .config import Positive, configuration
-from .core import seeded
+from .core import _field_of, seeded
 from .files import sha256
 from .tasks import Taskset
 
@@ -113,7 +113,8 @@ SMALL = 10**5  # tasks that are all looked at before training
 def check_tasks(
     tasks: Sequence,  # tasks with prompt and columns
     encode: Callable[[list], Any] | None = None,  # error for a prompt that does not fit
-    needs: Sequence[str] = (),  # columns that rewards read
+    needs: Sequence[str] = (),  # columns, and paths into them, that rewards read
+    checks: Sequence[Callable] = (),  # error for columns that a reward cannot read
 ) -> None:
     "Error for the first task that cannot be trained on, with its place."
     where = getattr(getattr(tasks, "rows", None), "where", "task {}".format)
@@ -121,7 +122,7 @@ def check_tasks(
     for start in range(0, len(tasks), 1024):
         part = tasks[start : start + 1024]
         for i, task in enumerate(part, start):
-            if hasattr(task, "columns") and (fault := _fault(task, needs, kinds)):
+            if hasattr(task, "columns") and (fault := _fault(task, needs, kinds, checks)):
                 raise ValueError(f"{where(i)}: {fault}")
         if encode is None:
             continue
@@ -136,18 +137,25 @@ def check_tasks(
             raise
 
 
-def _fault(task: Any, needs: Sequence[str], kinds: dict[str, str]) -> str | None:
+def _fault(task: Any, needs: Sequence[str], kinds: dict[str, str], checks) -> str | None:
     "What is wrong with the text or the columns of a task; the first row says of what kind a column is."
     texts = [task.prompt] if isinstance(task.prompt, str) else [m["content"] for m in task.prompt]
     if any(re.search("[\\ud800-\\udfff]", str(text)) for text in texts):
         return f"half a character (a lone surrogate) in the prompt {task.prompt!r:.60}."
     for name in needs:
-        if name not in task.columns and name in kinds:
+        *path, last = [name] if name in task.columns else name.split(".")
+        holder = _field_of(task.columns, ".".join(path)) if path else task.columns
+        if name in kinds and isinstance(holder, Mapping) and last not in holder:
             return f"no column {name!r}, which a reward reads; there are {', '.join(task.columns) or 'none'}."
-        value = task.columns.get(name)
+        value = _field_of(task.columns, name)
         kind = next((k for k, t in _SHAPES.items() if isinstance(value, t)), "one value")
         if value is not None and kinds.setdefault(name, kind) != kind:
             return f"column {name!r} holds {value!r:.40} ({kind}), in the rows before it is {kinds[name]}."
+    try:
+        for check in checks:
+            check(task.columns)
+    except ValueError as e:
+        return str(e)
     return None
 
 

@@ -294,7 +294,9 @@ def check_prompt(value: Any) -> str | list[dict]:
         return value
     listed = isinstance(value, (list, tuple)) and len(value)
     if listed and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in value):
-        return [dict(m) for m in value]
+        contents = [m["content"] for m in value if "tool_calls" not in m]  # beside those it is null
+        if all(isinstance(x, (str, list, tuple)) for x in contents):
+            return [dict(m) for m in value]
     raise ValueError(
         f"a prompt is text that is not empty, or a list of messages with role and content; got {value!r:.60}."
     )

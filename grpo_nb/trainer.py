@@ -173,18 +173,21 @@ def check_tasks(
 ):
     "Error for a task that cannot be trained on, with its file and row."
     encode = getattr(self.policy, "encode_all", None)
-    needs = dict.fromkeys(k.partition(".")[0] for s in self.rewards.specs for k in s.needs)
+    needs = dict.fromkeys(
+        x for s in self.rewards.specs for k in s.needs for x in (k.partition(".")[0], k)
+    )
+    checks = [s.check for s in self.rewards.specs if s.check is not None]
     stream, held_out = self.stream, self.eval_tasks
     sets = [*getattr(stream, "tasksets", [getattr(stream, "tasks", ())])]
     if not self.tasks_checked:
         evals = [*held_out.values()] if isinstance(held_out, Mapping) else [held_out or ()]
         for tasks in (*sets, *evals):
             if len(tasks) <= SMALL:
-                check_tasks(tasks, encode, needs)
+                check_tasks(tasks, encode, needs, checks)
         self.tasks_checked = True
     known = {getattr(t, "id", None) for t in sets if 0 < len(t) <= SMALL} - {None}
     new = [t for t in drawn if getattr(t, "taskset_id", None) not in known]
-    check_tasks(new, encode, needs)
+    check_tasks(new, encode, needs, checks)
 
 # %% ../nbs/method/04_trainer.ipynb #397b4147
 @patch

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from .config import check_number, one_of
+from .core import _field_of
 from .rewards import REWARDS, _names, _plain, _shown, is_missing, reward_function
 
 # %% ../nbs/method/02_verifiers.ipynb #54d26506
@@ -180,9 +181,12 @@ def _number_texts(value: Any) -> list[str]:
     if float(value).is_integer():
         return [str(int(value))]
     with np.errstate(over="ignore"):
-        single = np.float32(value)
-    forms = [value, single] if float(single) == float(value) else [value]
-    return list(dict.fromkeys(np.format_float_positional(x, trim="-") for x in forms))
+        forms = [value, np.float32(value), np.float16(value)]
+    forms = [x for x in forms if float(x) == float(value)]
+    texts = [np.format_float_positional(x, trim="-") for x in forms]
+    if len(texts[-1].replace(".", "").strip("-0")) > 3:  # no column of half precision
+        texts = texts[:2]
+    return list(dict.fromkeys(texts))
 
 # %% ../nbs/method/02_verifiers.ipynb #a46ee18d
 def _accepted_answers(wanted: Any, column: str, finder: _AnswerFinder) -> list[str]:
@@ -214,7 +218,9 @@ def exact_answer(
     _filled("exact_answer", column=column)
     find = _AnswerFinder(extract, tag, marker)
 
-    @reward_function(name="exact_answer", needs=[column])
+    check = lambda task: _accepted_answers(_field_of(task, column), column, find)
+
+    @reward_function(name="exact_answer", needs=[column], check=check)
     def reward(completion, **columns):
         accepted = _accepted_answers(columns[column], column, find)
         found = _bare(find(completion, columns) or "")
@@ -230,16 +236,22 @@ def _same_answer(a: str, b: str, ignore_case: bool) -> bool:
     return same or _same_quantity(_quantity(a), _quantity(b))
 
 # %% ../nbs/method/02_verifiers.ipynb #94a302bd
+_DENIED = re.compile(  # in the last clause: a bound or a denial is no answer
+    r"(?i)(?:\b(?:not|never|than|least|most)\b|n['’]t\b)(?:[^.,;:!?]|[.,]\d)*\.?$"
+)
+
+
 def _is_prose(text: str) -> bool:
     "Words, or numbers side by side, which a parser of LaTeX would multiply or add."
-    plain = re.sub(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+", "|", text)
+    plain = re.sub(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+(?:_\w)?", "|", text)
     return bool(re.search(r"[A-Za-z]{3,}|[0-9]\s+[0-9]", plain))
 
 
 def _mathematics(text: str) -> str:
     "The last piece of mathematics in a text, bare; empty if there is none."
-    text = _bare(text)
-    found = []
+    text, found = _bare(text), []
+    if _DENIED.search(text):
+        return text
     for first, last in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         end = text.rfind(last)
         start = text.rfind(first, 0, max(end, 0))
@@ -292,14 +304,18 @@ def _only_digits_are_numbers() -> Iterator[None]:
 
 # %% ../nbs/method/02_verifiers.ipynb #ed585e27
 def _read_math(text: str, limit: int) -> Any:  # a sympy object; None if it cannot be read
-    "LaTeX as math-verify reads it."
+    "LaTeX as math-verify reads it; i is the imaginary unit."
     from math_verify import LatexExtractionConfig, parse
     from math_verify.utils import timeout
+    from sympy import I
 
     latex = [LatexExtractionConfig()]
     with _only_digits_are_numbers():
         found = parse(f"${text}$", latex, "no_fallback", parsing_timeout=limit, raise_on_error=True)
-    return timeout(limit)(found[0].doit)() if found else None
+    if not found:
+        return None
+    unit = {s: I for s in getattr(found[0], "free_symbols", ()) if s.name == "i"}
+    return timeout(limit)(lambda: found[0].xreplace(unit).doit())()
 
 
 def _same_math(gold: Any, guess: Any, limit: int) -> bool:
@@ -358,9 +374,10 @@ def math_equivalence(
     find = _AnswerFinder(extract, tag, marker)
     from math_verify.errors import TimeoutException
 
-    @reward_function(
-        name="math_equivalence", needs=[column], own_process=True, warm_up=_warm_up_math
-    )
+    check = lambda task: _accepted_answers(_field_of(task, column), column, find)
+    how = dict(own_process=True, warm_up=_warm_up_math, check=check)
+
+    @reward_function(name="math_equivalence", needs=[column], **how)
     def reward(completion, **columns):
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
@@ -576,20 +593,26 @@ def reasoning_gym_score(
     "The score of the dataset's own rule, in [0, 1]; the answer is found as in exact_answer."
     find, scorers = _AnswerFinder(extract, tag, marker), {}
 
-    @reward_function(
-        name="reasoning_gym_score", needs=["answer"], own_process=True, warm_up=_warm_up_gym
-    )
-    def reward(prompt, completion, metadata, **columns):
-        if is_missing(metadata):
-            return None
+    def scorer(columns):
+        if is_missing(metadata := columns.get("metadata")):
+            return None, None
         metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
         name = metadata.get("source_dataset")
         if name not in scorers:
             scorers[name] = _gym_scorer(name)
+        return metadata, scorers[name]
+
+    how = dict(own_process=True, warm_up=_warm_up_gym, check=scorer)
+
+    @reward_function(name="reasoning_gym_score", needs=["answer"], **how)
+    def reward(prompt, completion, metadata, **columns):
+        metadata, score = scorer({"metadata": metadata})
+        if score is None:
+            return None
         question = columns.get("question", prompt if isinstance(prompt, str) else None)
         entry = {"question": question, "answer": columns["answer"], "metadata": metadata}
         with _memory_limit(_MATH_MEMORY):
-            return _gym_value(scorers[name], find(completion, columns | {"prompt": prompt}), entry)
+            return _gym_value(score, find(completion, columns | {"prompt": prompt}), entry)
 
     return reward
 

@@ -244,6 +244,10 @@ def test_the_trainer_needs_nothing_special(tmp_path):
     assert all(r["upd/first_logp_diff"] < 1e-4 for r in trainer.history)
     assert all(r["updates_per_rollout"] == 2 for r in trainer.history)
     trainer.close()
+    said, facts = trainer.run.config["policy"]["model"], policy.settings()
+    assert all(f"{k} {v}" in said for k, v in facts.items()) and facts["scheme"] == "ddpm"
+    parts = {"policy": policy, "tasks": tasks, "rewards": reach, "eval_tasks": trainer.eval_tasks}
+    assert GRPO.load(trainer.run.dir, **parts).step_done == 8
 
 
 def test_samples_of_broken_weights_name_them():

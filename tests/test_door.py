@@ -70,6 +70,7 @@ KEYS = [
     ("rewards.run.seed", 5, {}, USED),
     ("rewards.run.timeout_s", 5.0, {}, TOLD),
     ("eval.every", 1, {}, TOLD),
+    ("eval.limit", 2, {}, TOLD),
     ("run.wandb", "offline", {}, TOLD),
     ("run.samples_every", 1, {}, TOLD),
     ("checkpoint.every", 1, {}, TOLD),
@@ -218,6 +219,7 @@ BAD = {
     "too long": ({"prompt": "<bos>" + "1+" * 99}, "exceed the model's 128 positions"),
     "half a character": ({"prompt": "1\ud83d"}, "half a character"),
     "no tokens": ({"prompt": "\u00e9"}, "has no tokens"),
+    "no answer": ({"answer": " "}, "holds no answer"),
     "another kind": ({"answer": {"v": 2}}, r"column 'answer' holds \{'v': 2\} \(dict\)"),
 }
 
@@ -315,6 +317,9 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
         (lambda p: GRPO(p, {"prompt": "x"}, RIGHT), "got dict"),
         (lambda p: GRPO(p, iter(ROWS), RIGHT), "got list_iterator"),
         (lambda p: GRPO(3, ROWS, RIGHT), "got int"),
+        (lambda p: p.encode(3), "a prompt is text"),
+        (lambda p: p.encode([{"role": "user", "content": None}]), "a prompt is text"),
+        (lambda p: TokenPolicy.from_pretrained("none", temprature=1), "Did you mean 'temperature'"),
         (lambda p: GRPO(p, ["1+1="], RIGHT), "must be a dict|prompt"),
     ],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 "The group filter and collector: recorded peers, properties, caps, carry-over, resume, logs."
 
+import gzip
 import json
 import logging
 import math
@@ -680,9 +681,10 @@ VERL = """\
         ("batches=2 >", "batches=np.int64(2) >"),
     ],
 )
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
+@pytest.mark.parametrize("encoding", "utf-8 utf-8-sig utf-16 utf-16-le utf-32 utf-32-be gz".split())
 def test_the_same_step_in_other_words(tmp_path, old, new, encoding):
-    (tmp_path / "log").write_text(VERL.replace(old, new), encoding=encoding)
+    data = VERL.replace(old, new).encode(encoding.replace("gz", "utf-8"))
+    (tmp_path / "log").write_bytes(gzip.compress(data) if encoding == "gz" else data)
     frame, s = parse_filter_logs(tmp_path / "log")
     assert s["outcomes"] == {"cap": 1} and s["num_gen_batches"] == 2 and s["unread"] == []
     assert frame["accumulated"].tolist() == [3, 5]
@@ -693,7 +695,12 @@ def test_what_looks_like_filtering_and_is_not_understood_is_shown():
     assert s["unread_lines"] == 1 and "not understood: Dropped 3 of 8 groups" in format_summary(s)
     s = parse_filter_logs("kept 3 of 8 groups\n" + "max_num_gen_batches: 10\n")[1]
     assert "Not understood: 1 lines, such as 'kept 3 of 8 groups'" in format_summary(s)
-    for line in ("5/8 groups filtered out", "Filtering 5 of 8", "zero-variance groups: 5"):
+    for line in (
+        "skipping group 3: reward std is 0",
+        "5/8 groups filtered out",
+        "Filtering 5 of 8",
+        "zero-variance groups: 5",
+    ):
         assert parse_filter_logs(line + "\n")[1]["unread"] == [line]
     s = parse_filter_logs("Generated batch 1, 1,024 prompts\nFiltered (std=0): 1,000\n")[1]
     assert (s["prompts"], s["filtered"]) == (1024, 1000)

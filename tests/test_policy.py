@@ -253,6 +253,7 @@ def test_whatever_peft_trains_is_scored_copied_and_stored(tokenizer, options, tm
         ({"bias": "lora_only"}, "finds nothing to train"),
         ({"target_modules": ["nonesuch"]}, "not found in the base model"),
         ({"trainable_token_indices": [99]}, "out of bounds"),
+        ({"layer_replication": [[0, 1], [0, 1]]}, "its layers share weights"),
         ({"rank": 4}, "its keys are those of peft.LoraConfig"),
     ],
     ids=str,

@@ -150,6 +150,13 @@ def test_a_run_killed_while_it_was_laid_out_is_completed(tmp_path):
         assert (run.name, run.status["state"]) == ("mine", "finished") and run.status["started"]
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "status.json", "lock"])
+def test_a_folder_in_place_of_a_file_is_named(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name} is a folder, and a run has a file there"):
+        Run.create(tmp_path, {"lr": 1.0}, resume=True)
+
+
 # --------------------------------------------------------------------------------- create and resume
 
 

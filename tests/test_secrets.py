@@ -33,13 +33,17 @@ SECRETS = {
     "accessKeyId": "x",
     "session-cookie": "x",
     "groq_key": "x",
-    "db": {"pass": "x", "pw": "x", "token_2": "x"},
+    "db": {"pass": "x", "pw": "x", "token_2": "x", "connection_string": "x"},
+    "session_id": "x",
+    "wandb": "0123456789abcdef0123456789abcdef01234567",
     "slack_webhook": "x",
     "keys": ["sk_live_0123456789abcdef", "gsk_0123456789abcdef0123", "ASIA0123456789ABCDEF"],
 }
 QUOTED = {  # hidden where they stand in a text
     "url": "https://user:pw@host/x",
-    "urls": ["postgres://:pw@host/db", "https://x0123456789abcdef@host"],
+    "urls": ["postgres://:pw@host/db", "https://x0123456789abcdef@host", "https://pw@host"],
+    "basic": "curl -s -u a:pw https://host",
+    "login": "wandb login 0123456789abcdef0123456789abcdef01234567",
     "query": "https://host/v1?model=a&api_key=pw&n=1",
     "command": ["judge", "--api-key", "pw", "--password=pw", "OPENAI_API_KEY=pw"],
     "env": [{"name": "JUDGE_TOKEN", "value": "pw"}],
@@ -74,6 +78,8 @@ OPEN = {
     "keyboard": "qwerty",
     "stop_token": "<end>",
     "file": "ssh://git@host/repository",
+    "from": "commit da39a3ee5e6b4b0d3255bfef95601890afd80709, host/?mail=a@b, docker run -u 0:0",
+    "snapshot": "hub/snapshots/da39a3ee5e6b4b0d3255bfef95601890afd80709",
     "said": "Reset the password when asked, and design=good.",
     "levels": ["--level", "token", "--tokenizer", "gpt2"],
 }

@@ -74,6 +74,9 @@ def test_math_equivalence_in_its_worker():
         ("x^2-1", "(x-1)(x+1)", 1),
         (r"\sin^2 x + \cos^2 x", "1", 1),
         (r"10^{100}+1", r"10^{100}", 0),
+        (r"\log_2 8", "3", 1),
+        (r"e^{i\pi}", "-1", 1),
+        ("I do not know $x$, so it is $5$", "5", 1),
         ("5", r"\infty", 0),
         (r"-\infty", r"\infty", 0),
         (r"\infty", r"\infty", 1),
@@ -118,6 +121,7 @@ def test_math_equivalence_in_its_worker():
         (np.float32(0.1), "0.1"),
         (float(np.float32(0.1)), "0.1"),
         (np.array([0.1], np.float32), "0.1"),
+        (np.float16(0.1), "0.1"),
         (torch.tensor(0.1), "0.1"),
         (123456784.0, "123456784"),  # of single precision too, whose short form is another number
         (Decimal("1E-7"), "0.0000001"),
@@ -209,6 +213,9 @@ def test_a_tag_that_the_prompt_leaves_open_is_seen_by_every_reward_about_tags():
         ("$1$ and $2$", "1", 0),
         (r"\(1\) and \(2\)", "1", 0),
         ("5 or 6", "5", 0),
+        ("it is not 5.", "5", 0),
+        ("It isn't $5$", "5", 0),
+        ("more than 5.5", "5.5", 0),
         ("1e999999999", "1", 0),
     ],
 )

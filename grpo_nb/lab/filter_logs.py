@@ -6,6 +6,7 @@
 __all__ = ['parse_filter_logs', 'format_summary']
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #e6133dc2
+import gzip
 import math
 import re
 from collections import Counter
@@ -35,7 +36,7 @@ _PATTERNS = {  # what a line says: the text it is found in, with names for its n
 _HINT = re.compile(  # a line that should have been understood
     r"(?i)generated batch|\b(?:filtered|kept|accumulated|dropped|discarded)\b[^.]*\d|num_prompt_in_batch|"
     r"\bfiltering \d|zero[- ](?:variance|std)|\d[^.:]*\b(?:groups?|prompts?)\b[^.:]*\b(?:filtered|removed|dropped|skipped)|"
-    r"(?<!max_)num_gen_batches|enough data"
+    r"(?<!max_)num_gen_batches|enough data|\b(?:skipp|dropp|remov|discard|filter)(?:ing|ed) (?:group|prompt)"
 )
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #b3788b3d
@@ -272,10 +273,11 @@ def _log_text(source: str | Path) -> str:
     path = Path(source)
     if path.is_file():
         data = path.read_bytes()
-        zero = data[:2].find(b"\0")  # half of a wide letter: a shell of Windows has written it
-        wide = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
-        wide = wide or ("utf-16-be", "utf-16-le", "")[zero]
-        return data.decode(wide or "utf-8-sig", errors="replace")
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        wide = b"\0" in data[:4] or data[:2] in (b"\xff\xfe", b"\xfe\xff")  # of Windows
+        end = "be" if data[:1] in (b"\0", b"\xfe") else "le"
+        bits = 32 if b"\0\0" in data[:4] else 16
+        return data.decode(f"utf-{bits}-{end}" if wide else "utf-8-sig", errors="replace")
     if isinstance(source, str) and _match_line(source):
         return source
     said = f"No log file {str(source)!r}. Give an existing file, or the text of a log."

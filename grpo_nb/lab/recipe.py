@@ -427,6 +427,7 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
     rules = [
         (recorded, unrecorded, "needs run.dir"),
         ("eval.every", c.eval.every and not trainer.eval_tasks, "needs held-out tasks"),
+        ("eval.(samples|greedy|limit)", not trainer.eval_tasks, "needs held-out tasks"),
         ("filter_groups.(?!metric).*", unfiltered, "needs filter_groups.enable"),
         ("tasks.shuffle", c.tasks.selector, "the selector decides"),
         ("rewards.run.(timeout_s|memory_mb)", alone, "needs workers"),

@@ -102,6 +102,11 @@ class Run:
         self._lock = self._mirror = self._last = None
         self._files, self._warned, self._secrets = {}, set(), []
         self._status, self._status_at = {}, 0.0
+        for path in self.dir.glob("*"):
+            if path.is_dir() and (
+                path.suffix in (".json", ".jsonl", ".yaml") or path.name == "lock"
+            ):
+                raise ValueError(f"{path} is a folder, and a run has a file there: move it away.")
 
     @property
     def status(self) -> dict:

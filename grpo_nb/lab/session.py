@@ -340,10 +340,11 @@ def described(
         tree = _with_key(tree, key.split("."), name)
     tasks, runner, held = tree["tasks"], trainer.rewards, trainer.eval_tasks
     if "policy" in given:
-        keys = trainer.policy.settings() if hasattr(trainer.policy, "settings") else {}
-        what = "<passed: {class}, {parameters:,} parameters>".format(
-            **_policy_facts(trainer.policy)
-        )
+        facts = _policy_facts(trainer.policy)
+        keys, has = tree.get("policy", {}), facts["settings"]
+        more = "".join(f", {k} {v}" for k, v in has.items() if k not in keys)
+        what = "<passed: {class}, {parameters:,} parameters{more}>".format(**facts, more=more)
+        keys = {k: has[k] for k in keys if k in has}
         tree["policy"] = keys | {"model": _portable(keys.get("model") or what)}
     if "tasks" in given:
         kept = {} if hasattr(given["tasks"], "read") else tasks  # a stream has its own order
@@ -398,6 +399,7 @@ def _policy_facts(policy: Any) -> dict[str, Any]:
     params, model = list(policy.parameters()), getattr(policy, "model", policy)
     kinds = dict.fromkeys(type(x).__name__ for x in (policy, model))
     facts = {"class": " of ".join(kinds), "parameters": sum(p.numel() for p in params)}
+    facts["settings"] = policy.settings() if hasattr(policy, "settings") else {}
     facts |= {"dtype": str(params[0].dtype), "device": str(params[0].device)} if params else {}
     if tokenizer := getattr(policy, "tokenizer", None):
         template = getattr(tokenizer, "chat_template", None)

@@ -149,6 +149,13 @@ def copy(self: DiffusionPolicy) -> DiffusionPolicy:
 
 
 @patch
+def settings(self: DiffusionPolicy) -> dict:
+    "How it samples, for the record."
+    s, own = self.sampler, {k: getattr(self, k) for k in ("guidance", "shape", "reduce")}
+    return {"scheme": s.scheme, "steps": len(s), "noise": s.noise, "prediction": s.prediction} | own
+
+
+@patch
 def state_dict(self: DiffusionPolicy) -> dict[str, Tensor]:
     "The weights."
     return dict(self.model.state_dict())

@@ -210,8 +210,11 @@ def add_lora(
         torch.manual_seed(seed)
         try:
             config = LoraConfig(**options)
-            if config.lora_dropout:
-                raise ValueError("lora_dropout must be 0, for sampling and training have to agree.")
+            if config.lora_dropout or config.layer_replication:
+                raise ValueError(
+                    "lora_dropout must be 0, for sampling and training have to agree, and layer_replication left out, for "
+                    "its layers share weights, which cannot be saved."
+                )
             inject_adapter_in_model(config, model)
         except (TypeError, ValueError, IndexError) as e:
             raise ValueError(

@@ -7,6 +7,7 @@ __all__ = ['TokenPolicy', 'as_policy']
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #052ca1a7
 import copy as copy_module
+import inspect
 import warnings
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..config import check_number
+from ..config import check_number, one_of
 from ..core import Groups, Rollout, check_finite, pad_to
 from .decoding import FLOOR, Network, draw, head_logp, left_padded, shape_logits
 from grpo_nb.policies.loading import (
@@ -123,6 +124,8 @@ def from_pretrained(
     **kwargs,  # further arguments of TokenPolicy
 ) -> TokenPolicy:
     "Load model and tokenizer, see `load_model`."
+    for key in kwargs:
+        one_of("option of TokenPolicy", key, inspect.signature(cls).parameters)
     policy = cls(*load_model(source, dtype, device), **kwargs)
     policy.source = str(source)
     return policy
@@ -238,13 +241,13 @@ def _begun(bare: list[int], full: list[int]) -> list[int]:
 @patch
 def _messages(self: TokenPolicy, prompt: str | list[dict]) -> list[dict]:
     "The conversation of a prompt."
+    text = isinstance(prompt, str)
+    messages = [{"role": "user", "content": prompt}] if text else check_prompt(prompt)
     if not getattr(self.tokenizer, "chat_template", None):
         raise ValueError(
             "The prompt needs a chat template and the tokenizer has none. Give plain strings with chat=False, or set "
             "tokenizer.chat_template."
         )
-    text = isinstance(prompt, str)
-    messages = [{"role": "user", "content": prompt}] if text else check_prompt(prompt)
     if self.system_prompt:
         messages = [{"role": "system", "content": self.system_prompt}, *messages]
     if sum(m["role"] == "system" for m in messages) > 1:
