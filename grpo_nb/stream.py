@@ -153,7 +153,7 @@ def _fault(task: Any, needs: Sequence[str], kinds: dict[str, str], checks) -> st
             return f"column {name!r} holds {value!r:.40} ({kind}), in the rows before it is {kinds[name]}."
     try:
         for check in checks:
-            check(task.columns)
+            check({**task.columns, **{k: _field_of(task.columns, k) for k in needs}})
     except ValueError as e:
         return str(e)
     return None

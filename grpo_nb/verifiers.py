@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from .config import check_number, one_of
-from .core import _field_of
 from .rewards import REWARDS, _names, _plain, _shown, is_missing, reward_function
 
 # %% ../nbs/method/02_verifiers.ipynb #54d26506
@@ -218,7 +217,7 @@ def exact_answer(
     _filled("exact_answer", column=column)
     find = _AnswerFinder(extract, tag, marker)
 
-    check = lambda task: _accepted_answers(_field_of(task, column), column, find)
+    check = lambda task: _accepted_answers(task[column], column, find)
 
     @reward_function(name="exact_answer", needs=[column], check=check)
     def reward(completion, **columns):
@@ -374,7 +373,7 @@ def math_equivalence(
     find = _AnswerFinder(extract, tag, marker)
     from math_verify.errors import TimeoutException
 
-    check = lambda task: _accepted_answers(_field_of(task, column), column, find)
+    check = lambda task: _accepted_answers(task[column], column, find)
     how = dict(own_process=True, warm_up=_warm_up_math, check=check)
 
     @reward_function(name="math_equivalence", needs=[column], **how)
