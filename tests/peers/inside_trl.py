@@ -6,8 +6,10 @@ ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 tests/peers/inside_trl.py
 
 import json
 import os
+import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
 import transformers
@@ -18,6 +20,8 @@ from trl import GRPOConfig
 
 from grpo_nb.advantages import AdvantageConfig, compute_advantages
 from grpo_nb.integrations.trl import GRPOTrainer
+from grpo_nb.lab.record import Run
+from grpo_nb.scheduler import TasksetScheduler
 from grpo_nb.tasks import data_path
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
@@ -37,15 +41,19 @@ def short(prompts, completions, **_):
     return [None if len(c) % 5 == 0 else -0.125 * len(c) for c in completions]
 
 
-def run(kind, steps=12, **options):
+FOLDER = Path(tempfile.gettempdir()) / f"inside_trl_{os.environ.get('MASTER_PORT', os.getpid())}"
+
+
+def run(kind, steps=12, iterations=1, lr=1e-4, save=None, resume=None, **options):
     torch.manual_seed(0)
     rows = [json.loads(x) for x in open(data_path("tasks/middle_train.jsonl"))][:400]
     data = Dataset.from_list([{"prompt": r["prompt"], "answer": r["answer"]} for r in rows])
     tokenizer = AutoTokenizer.from_pretrained(DATA)
     args = GRPOConfig(
-        tempfile.mkdtemp(), max_steps=steps, per_device_train_batch_size=64 // WORLD, num_generations=8,
-        max_completion_length=10, learning_rate=1e-4, lr_scheduler_type="constant", logging_steps=1, seed=3,
-        report_to=[], use_cpu=True, bf16=False, save_strategy="no", beta=0.0, disable_tqdm=True, warmup_steps=0,
+        str(FOLDER), max_steps=steps, per_device_train_batch_size=64 // WORLD, num_generations=8,
+        max_completion_length=10, learning_rate=lr, lr_scheduler_type="constant", logging_steps=1, seed=3,
+        report_to=[], use_cpu=True, bf16=False, save_strategy="steps" if save else "no", save_steps=save or 500,
+        beta=0.0, disable_tqdm=True, warmup_steps=0, num_iterations=iterations,
     )  # fmt: skip
     trainer = kind(
         AutoModelForCausalLM.from_pretrained(DATA),
@@ -71,7 +79,7 @@ def run(kind, steps=12, **options):
         return batch
 
     trainer._generate_and_score_completions = watched
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     assert trainer.accelerator.num_processes == WORLD
     logs = [r for r in trainer.state.log_history if "loss" in r]
     return (
@@ -79,6 +87,75 @@ def run(kind, steps=12, **options):
         seen,
         trainer,
     )
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def curriculum():
+    "Tasks are drawn after the feedback on the last ones, alike on all processes, and go on after a resume."
+    how = {"selector": {"selector_type": "difficulty_based"}, "steps": 6}
+    told = []
+    read, observe = TasksetScheduler.read, TasksetScheduler.observe
+
+    def watched_read(self, n=None):
+        told.append([(t["taskset_id"], t["index"]) for t in (found := read(self, n))])
+        return found
+
+    def watched_observe(self, rollout, passed=None):
+        told.append("feedback")
+        return observe(self, rollout, passed)
+
+    TasksetScheduler.read, TasksetScheduler.observe = watched_read, watched_observe
+    try:
+        whole, _, a = run(GRPOTrainer, save=3, **how)
+        assert told[1::2] == ["feedback"] * 6 and all(len(x) == 8 for x in told[::2]), told
+        first, told[:] = told[::2], []
+        part, _, b = run(GRPOTrainer, resume=str(FOLDER / "checkpoint-3"), **how)
+        assert told[::2] == first[3:], "a resumed curriculum drew other tasks"
+    finally:
+        TasksetScheduler.read, TasksetScheduler.observe = read, observe
+    assert part["loss"][3:] == whole["loss"][3:], (part["loss"], whole["loss"])
+    states = [torch.from_numpy(x._stream.selectors[0].estimator.mean()) for x in (a, b)]
+    everywhere = a.accelerator.gather(states[0][None].float())
+    assert torch.equal(*states) and (everywhere == everywhere[0]).all()
+    print(
+        f"{WORLD} process(es): 6 batches drawn after the feedback, resumed at 3 with the same tasks and losses"
+    )
+    return whole
+
+
+def kl_stop():
+    "Stopped after the first update of each rollout, four passes are one; with a limit out of reach they are TRL's."
+    one, _, a = run(trl.GRPOTrainer, steps=3, lr=1e-3)
+    stopped, _, b = run(GRPOTrainer, steps=12, iterations=4, lr=1e-3, kl_stop=1e-9)
+    worst = (weights(a) - weights(b)).abs().max().item()
+    assert worst < 1e-6 and stopped["right"] == one["right"], worst
+    marks = [r.get("upd/stopped") for r in b.state.log_history if "loss" in r]
+    assert marks == [0, 1, None, None] * 3, marks
+    free, _, c = run(trl.GRPOTrainer, steps=4, iterations=4, lr=1e-3)
+    far, _, d = run(GRPOTrainer, steps=4, iterations=4, lr=1e-3, kl_stop=1e9)
+    assert (weights(c) - weights(d)).abs().max() < 1e-6
+    kl = [r["kl_old/k3"] for r in d.state.log_history if "loss" in r]
+    assert kl[0] < 1e-9 and 0 < kl[1] < kl[3], kl
+    print(
+        f"{WORLD} process(es): a KL stop leaves the weights alone (largest difference {worst:.1e})"
+    )
+    return {"stopped": marks, "kl": kl, "difference": worst}
+
+
+def record():
+    "Our record beside TRL's log: the same numbers."
+    folder = FOLDER / "record"
+    logged, _, trainer = run(GRPOTrainer, steps=3, record=folder)
+    if trainer.accelerator.is_main_process:
+        found = Run.open(folder)
+        assert (
+            found.frame()["loss"].tolist() == logged["loss"] and found.status["state"] == "finished"
+        )
+        samples = found.samples(step=3)
+        assert {"prompt", "completion", "rewards/right", "advantage"} <= set(samples), list(samples)
 
 
 def main():
@@ -111,12 +188,28 @@ def main():
         for _, r, _ in seen
     ]
     assert all(len(a) == n for a, _, n in seen) and min(varied) == 1, varied
-    batches = trainer.state.log_history[0]["filter_groups/num_gen_batches"]
+    logs = trainer._logs  # the table of completions holds the samples that were trained on
+    noted = torch.tensor([list(logs["rewards"][k]) for k in ("right", "short")]).T
+    ids = torch.arange(len(noted)) // 8
+    want = compute_advantages(noted, ids, ["right", "short"], trainer._advantage).values
+    torch.testing.assert_close(torch.tensor(list(logs["advantages"])), want, atol=1e-6, rtol=0)
+    batches = trainer.state.log_history[0]["filter/num_gen_batches"]
     print(
         f"{WORLD} process(es): filtered batches are full and vary; first step took {batches:g} generations"
     )
+    drawn, stop = curriculum(), kl_stop()
+    record()
+    trainer.accelerator.wait_for_everyone()
+    if trainer.accelerator.is_main_process:
+        shutil.rmtree(FOLDER)
     if len(sys.argv) > 1:
-        runs = {"TRL": base, "grpo": ours, "gdpo": gdpo, "grpo, filtered": filtered}
+        runs = {
+            "TRL": base,
+            "grpo": ours,
+            "gdpo": gdpo,
+            "grpo, filtered": filtered,
+            "curriculum": drawn,
+        }
         versions = {
             "trl": trl.__version__,
             "transformers": transformers.__version__,
@@ -124,7 +217,7 @@ def main():
         }
         out = {
             "command": "make trl", "seed": 3, "versions": versions, "processes": WORLD, "runs": runs,
-            "largest_difference_of_advantages": worst, "groups_that_vary": min(varied), "call": call,
+            "largest_difference_of_advantages": worst, "groups_that_vary": min(varied), "call": call, "kl_stop": stop,
         }  # fmt: skip
         with open(sys.argv[1], "w") as f:
             json.dump(out, f)
