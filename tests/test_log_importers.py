@@ -2,11 +2,16 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from grpo_nb.lab import plots
+from grpo_nb.lab.diagnosis import diagnose
 from grpo_nb.lab.log_importers import read_trl, read_verl
+from grpo_nb.lab.record import Run
+
+RECORDED = Path(__file__).parent / "recorded"
 
 TRL = """
 clip_ratio/high_max clip_ratio/high_mean clip_ratio/low_mean clip_ratio/low_min clip_ratio/region_mean
@@ -126,3 +131,41 @@ def test_verl_accepts_nan_tokens_and_says_what_it_does_not_know(tmp_path):
         ValueError, match="no row has a step; looked for step, training/global_step"
     ):
         read_verl(path)
+
+
+PAIRS = {  # what a program prints, and the file it writes beside it
+    "trl/console.txt": "trl/trainer_state.json",
+    "verl/console.txt": "verl/file_logger.jsonl",
+}
+
+
+@pytest.mark.parametrize("printed", PAIRS)
+def test_what_was_printed_is_what_was_written(printed):
+    console, file = (Run.open(RECORDED / p).frame() for p in (printed, PAIRS[printed]))
+    assert set(console) == set(file) and len(console) == len(file) > 5
+    for name in file:
+        assert console[name].tolist() == pytest.approx(
+            file[name].tolist(), rel=2e-3, abs=2e-3, nan_ok=True
+        ), name
+    assert console.attrs["unknown_keys"] == file.attrs["unknown_keys"] == []
+
+
+@pytest.mark.parametrize("path", [*PAIRS, *PAIRS.values()])
+def test_recorded_runs_are_drawn_and_diagnosed(path):
+    run = Run.open(RECORDED / path)
+    assert {"reward", "clip", "length", "grad_norm"} <= drawn(run.frame())
+    found = diagnose(run).set_index("rule")
+    assert len(found) == 10 and set(found.verdict) <= {"OK", "WARN", "CRITICAL", "SKIPPED"}
+    skipped = found[found.verdict == "SKIPPED"].evidence
+    assert len(skipped) and all("missing" in e or "needs" in e for e in skipped), skipped.tolist()
+    assert found.verdict["D6 length"] != "SKIPPED"
+
+
+def test_what_is_no_log_is_refused_and_a_log_is_not_written_to(tmp_path):
+    (tmp_path / "notes.txt").write_text("step 1: all well")
+    for odd in ("notes.txt", "nothing", "."):
+        with pytest.raises(FileNotFoundError, match="No run in"):
+            Run.open(tmp_path / odd)
+    with pytest.raises(ValueError, match="nothing is added"):
+        Run.open(RECORDED / "verl" / "console.txt").event("note")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt"]

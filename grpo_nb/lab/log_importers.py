@@ -6,15 +6,19 @@
 __all__ = ['OURS', 'read_trl', 'read_verl']
 
 # %% ../../nbs/lab/02_log_importers.ipynb #f1d80763
+import ast
 import json
+import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..metrics import COUNTERS
 from ..files import read_jsonl
 from .frames import flat_keys, rows_to_frame
+from .record import Run
 
 # %% ../../nbs/lab/02_log_importers.ipynb #27963f79
 OURS = re.compile(  # names of our metrics
@@ -67,14 +71,34 @@ def _trainer_state(path: Path) -> Path:
         return found[-1]
     raise FileNotFoundError(f"No trainer_state.json in {path.name!r} or its checkpoint-* folders.")
 
+# %% ../../nbs/lab/02_log_importers.ipynb #2d227a85
+def _number_of(text: Any) -> float:
+    "A number as a program prints it; NaN for anything else."
+    try:
+        return float(re.sub(r"^np\.\w+\((.*)\)$", r"\1", str(text)))
+    except ValueError:
+        return math.nan
+
+
+def _printed_by_trl(text: str) -> list[dict]:
+    "Rows that a Hugging Face Trainer printed, numbered."
+    rows, step = [], 0
+    for found in re.findall(r"^[^{\n]*(\{'(?:loss|eval_|train_)[^{}\n]*\})", text, re.MULTILINE):
+        row = {k: _number_of(v) for k, v in ast.literal_eval(found).items()}
+        step += "loss" in row
+        rows.append(row | {"step": step})
+    return rows
+
 # %% ../../nbs/lab/02_log_importers.ipynb #406b01aa
 def read_trl(
-    path: str | Path,  # trainer_state.json, or a folder with it or with checkpoint-* folders
+    path: str
+    | Path,  # trainer_state.json, a folder with it or with checkpoint-* folders, or what was printed
 ):  # DataFrame; attrs: totals, unknown_keys
     "The log of a TRL or Hugging Face Trainer run."
     path = _trainer_state(Path(path)) if Path(path).is_dir() else Path(path)
     try:
-        history = json.loads(path.read_text())["log_history"]
+        text = path.read_text(encoding="utf-8", errors="replace")
+        history = _printed_by_trl(text) or json.loads(text)["log_history"]
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path.name} is not a trainer state with a 'log_history': {e!r}.") from e
     totals = {k: v for r in history for k, v in r.items() if _TRL_TOTALS.fullmatch(k)}
@@ -121,13 +145,24 @@ _VERL_SUMS = {  # counter: the per-step amounts it adds up
     "num_tokens": ["perf/total_num_tokens"],
 }
 
+# %% ../../nbs/lab/02_log_importers.ipynb #b92d9ed2
+def _printed_by_verl(text: str) -> list[dict]:
+    "Rows that verl's console logger printed."
+    rows = []
+    for line in re.findall(r"^(?:\([^)\n]*\) )?(step:\d+ - .*)", text, re.MULTILINE):
+        pairs = (pair.rpartition(":") for pair in line.strip().split(" - "))
+        rows.append({key: _number_of(value) for key, _, value in pairs})
+    return rows
+
 # %% ../../nbs/lab/02_log_importers.ipynb #00e29454
 def read_verl(
-    path: str | Path,  # JSONL of verl's "file" logger
+    path: str | Path,  # JSONL of verl's "file" logger, or what its console printed
 ):  # DataFrame; attrs: broken_lines, unknown_keys
     "The log of a verl run; its validation score is `eval_reward`, if it has one; amounts per step are added up to our counters."
-    path = Path(path)
-    rows, broken = read_jsonl(path)
+    path, broken = Path(path), []
+    rows = _printed_by_verl(path.read_text(encoding="utf-8", errors="replace"))
+    if not rows:
+        rows, broken = read_jsonl(path)
     if broken:
         said = f"{path.name}: left out {len(broken)} broken: {'; '.join(broken[:3])}"
         warnings.warn(said, stacklevel=2)
@@ -146,3 +181,31 @@ def read_verl(
     if len(scores) == 1 and "eval_reward" not in frame:
         frame["eval_reward"] = frame[scores[0]]
     return frame
+
+# %% ../../nbs/lab/02_log_importers.ipynb #fe9cbee1
+class _TheirRun(Run):
+    "A log of another program: a frame to look at."
+
+    def __init__(self, path: Path, read: Callable):
+        super().__init__(path)
+        self.frame = lambda: read(path)
+
+    def _start(self, new: bool = False) -> None:
+        raise ValueError(f"{self.dir.name} is a log of another program: nothing is added to it.")
+
+
+def _open_theirs(path: Path) -> Run | None:
+    "The run that a file or folder of TRL or verl holds; None for anything else."
+    if path.is_dir():
+        states = [*path.glob("trainer_state.json"), *path.glob("checkpoint-*/trainer_state.json")]
+        return _TheirRun(path, read_trl) if states else None
+    if not path.is_file():
+        return None
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if '"log_history"' in text or _printed_by_trl(text):
+        return _TheirRun(path, read_trl)
+    lines = path.suffix == ".jsonl" and re.match(r'\{"(step|training/global_step)"', text)
+    return _TheirRun(path, read_verl) if lines or _printed_by_verl(text) else None
+
+
+Run.readers.append(_open_theirs)

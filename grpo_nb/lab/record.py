@@ -94,6 +94,7 @@ def is_run(dir: str | Path) -> bool:
 class Run:
     "A run directory: frames of what was logged; one process at a time writes, one metrics row per step."
 
+    readers: list = []  # path -> a run that another program logged there, or None
     max_chars = 20_000  # characters of text stored per step
     status_every = 10.0  # seconds between updates of status.json while rows are logged
 
@@ -162,6 +163,8 @@ def open(cls: Run, dir: str | Path) -> Run:
     "A run that exists; nothing is locked or written before something is logged to it."
     dir = Path(dir)
     if not is_run(dir):
+        if theirs := next((run for read in cls.readers if (run := read(dir))), None):
+            return theirs
         inside = sorted(p.name for p in dir.glob("*") if is_run(p))
         hint = f" It holds the runs {', '.join(inside[:8])}." if inside else ""
         said = f"No run in {str(dir)!r}: it has no status.json or metrics.jsonl.{hint}"

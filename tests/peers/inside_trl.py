@@ -95,12 +95,13 @@ def weights(trainer):
 
 def curriculum():
     "Tasks are drawn after the feedback on the last ones, alike on all processes, and go on after a resume."
-    how = {"selector": {"selector_type": "difficulty_based"}, "steps": 6}
+    how = {"selector": "thompson", "steps": 6}
     told = []
     read, observe = TasksetScheduler.read, TasksetScheduler.observe
 
     def watched_read(self, n=None):
-        told.append([(t["taskset_id"], t["index"]) for t in (found := read(self, n))])
+        found = read(self, n)
+        told.append([(t["taskset_id"], t["index"]) for t in found])
         return found
 
     def watched_observe(self, rollout, passed=None):
