@@ -33,6 +33,7 @@ from grpo_nb.config import (
     Natural,
     NonNegative,
     Positive,
+    Share,
     check_number,
     config_tree,
     configuration,
@@ -44,6 +45,7 @@ from .core import Policy, Rollout, seeded
 from .evaluate import EvalConfig, Scores, _parts
 from .evaluate import evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig, check_metrics, warn_of_shaping
+from .losses import kl_penalty
 from .metrics import Counters, History, completion_metrics, merge_rows
 from .processes import say
 from .ranking import check_layouts, warn_cancelling_scales
@@ -52,7 +54,7 @@ from .rewards import passing_rewards
 from .scheduler import make_stream
 from .stream import SMALL, StreamConfig, check_tasks, open_tasks
 from .tasks import Task
-from .update import UpdateConfig, update
+from .update import UpdateConfig, rollout_logp, update
 
 # %% ../nbs/method/04_trainer.ipynb #ae43e5c6
 class GRPO:
@@ -251,13 +253,8 @@ def advantages(
     rollout: Rollout,  # with rewards
 ) -> tuple[Tensor, dict[str, float]]:  # (N,), or (N, S) for rewards per rank; metrics
     "Advantages as the configuration names them."
-    found = compute_advantages(
-        rollout.rewards,
-        rollout.group_N,
-        rollout.reward_names,
-        self.config.advantage,
-        lengths_N=rollout.lengths_N,
-    )
+    rewards, names, how = self._with_kl(rollout)
+    found = compute_advantages(rewards, rollout.group_N, names, how, lengths_N=rollout.lengths_N)
     values = found.values
     if values.shape[1:] == (1,) and "item" not in rollout.states:
         values = values[:, 0]
@@ -269,6 +266,21 @@ def advantages(
             )
         values = spread_to_tokens(values, rollout.mask_NS, rollout.states["item"])
     return values, found.metrics
+
+
+@patch
+def _with_kl(self: GRPO, rollout: Rollout) -> tuple[Tensor, Sequence[str], AdvantageConfig]:
+    "Rewards, names and weights; with rewards.kl_in_reward minus the KL to the reference (k1, summed) is one more."
+    rewards, how, coef = rollout.rewards, self.config.advantage, self.config.rewards.kl_in_reward
+    if not coef:
+        return rewards, rollout.reward_names, how
+    if rewards.ndim == 3:
+        raise ValueError("rewards.kl_in_reward needs one reward per sample, not one per rank.")
+    ref_NS = rollout_logp(self.reference, rollout, self.config.update.micro_tokens)
+    kl_N = kl_penalty(rollout.old_logp_NS, ref_NS, "k1", rollout.mask_NS).sum(1)
+    kl_N = kl_N.where(rollout.taken_N, math.nan).to(rewards)
+    how = dataclasses.replace(how, weights=[*self.weights, coef])
+    return torch.cat([rewards, -kl_N[:, None]], 1), (*rollout.reward_names, "kl"), how
 
 # %% ../nbs/method/04_trainer.ipynb #f62b761b
 Beta = number_in(0, 1, below=True)
@@ -282,7 +294,8 @@ class OptimizerConfig:
     betas: tuple[Beta, Beta] = (0.9, 0.999)  # of AdamW
     weight_decay: NonNegative = 0.0  # of AdamW
     warmup: Natural = 10  # steps until the full learning rate
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 at the last step
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to the last step
+    min_lr_ratio: Share = 0.0  # where the decay ends, as a share of lr
 
 # %% ../nbs/method/04_trainer.ipynb #ff378519
 def learning_rate(
@@ -295,7 +308,8 @@ def learning_rate(
         return config.lr * (step + 1) / config.warmup
     left = max(1 - (step - config.warmup) / max(steps - config.warmup, 1), 0.0)  # 0 after the last
     factor = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}
-    return config.lr * factor[config.schedule]
+    floor = config.min_lr_ratio
+    return config.lr * (floor + (1 - floor) * factor[config.schedule])
 
 # %% ../nbs/method/04_trainer.ipynb #7babcf89
 def _update_config(
@@ -374,6 +388,7 @@ class RunnerConfig:
     "How rewards are run."
 
     run: RewardConfig = field(default_factory=RewardConfig)
+    kl_in_reward: NonNegative = 0.0  # weight of the KL to the reference as one more reward; 0: none
 
 # %% ../nbs/method/04_trainer.ipynb #eefb3b2b
 @configuration
@@ -422,7 +437,7 @@ def __init__(
     self.tasks_checked = False
     self._check_setup()
     self.reference = reference
-    if reference is None and c.update.needs_reference:
+    if reference is None and (c.update.needs_reference or c.rewards.kl_in_reward):
         self.reference = policy.copy()
     self.optimizer = _make_optimizer(policy, c.optimizer)
     self.generators = {k: seeded(c.seed, k) for k in ("sampling", "minibatches")}

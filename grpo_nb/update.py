@@ -42,6 +42,7 @@ def update(
     "K epochs of clipped policy-gradient steps over one rollout (PPO, 1707.06347; GRPO, 2402.03300)."
     c = UpdateConfig() if config is None else config
     _check(c, policy, rollout, advantages, reference, generator, ranks)
+    rollout = _without_truncated(rollout) if c.mask_truncated else rollout
     batch, out = _columns(c, rollout, advantages, reference), UpdateReport()
     exact = getattr(policy, "kl_old", None) if c.kl_stop.stat != "k3" else None
     for epoch in range(c.num_epochs):  # K passes over the same rollout
@@ -126,6 +127,7 @@ class UpdateConfig:
     loss: LossConfig = field(default_factory=LossConfig)  # what is minimised
     kl_on_dead_groups: bool = True  # the KL term also acts on groups whose advantages are all 0
     kl_stop: KLStop = field(default_factory=KLStop)  # when to stop early
+    mask_truncated: bool = False  # truncated samples leave the loss; their rewards still count
     max_grad_norm: Positive | None = 1.0  # gradient clipping; None: none
     skip_zero_advantage: bool = True  # leave samples out that cannot contribute to the gradient
     check_tol: NonNegative | None = 1e-4  # |logp - old| before the first step; None: no check
@@ -320,6 +322,7 @@ def _columns(c, rollout, advantages, reference) -> dict:
     old_NS = None if c.scheme == "on_policy" else rollout.old_logp_NS
     ref_NS = rollout_logp(reference, rollout, c.micro_tokens) if c.needs_reference else None
     kl_mask_NS, skipped_N = kl_mask_and_skipped(c, rollout, advantages)
+    skipped_N = skipped_N | ~rollout.taken_N.cpu()
     age_N = torch.as_tensor(rollout.info.get("age", torch.zeros(len(rollout))))
     return {
         "old": old_NS,
@@ -332,6 +335,14 @@ def _columns(c, rollout, advantages, reference) -> dict:
         "fresh": age_N <= 0,
         "item": rollout.states.get("item"),
     }
+
+
+def _without_truncated(rollout: Rollout) -> Rollout:
+    "Truncated samples keep no step: they leave the loss and what it is divided by."
+    if "truncated" not in rollout.info:
+        raise ValueError("mask_truncated needs info['truncated'], which this policy does not give.")
+    cut_N = torch.as_tensor(rollout.info["truncated"]).to(rollout.mask_NS.device)
+    return rollout.replace(mask_NS=rollout.mask_NS & ~cut_N[:, None])
 
 
 def _rows(batch: dict, rows: Tensor, device) -> dict:

@@ -214,3 +214,25 @@ def test_tasksets_of_the_original_document_are_read_and_opened(tmp_path):
     recipe.write_text(DOCUMENT + again.replace("my_taskset", "other"))
     with pytest.raises(ValueError, match="policy.temperature 0.6 and 1.0: a run has one"):
         config_from_trinity(recipe)
+
+
+def test_truncation_length_penalty_kl_in_the_reward_and_the_floor_are_read():
+    trl = read("trl/03_open_r1_codeforces").config
+    assert trl.update.mask_truncated and trl.update.loss.count_empty
+    dapo = read("verl/02_dapo_two_nodes").config
+    want = {"max_length": 20480, "buffer": 4096, "factor": 1.0}
+    assert dapo.rewards.functions == {"soft_overlong": want}
+    for how, ratio in (({"min_lr_rate": 0.1}, 0.1), ({"min_lr": 1e-6}, 0.5)):
+        given = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": how}
+        found = config_from_trl(given | {"learning_rate": 2e-6})
+        assert found.config.optimizer.schedule == "cosine"
+        assert found.config.optimizer.min_lr_ratio == pytest.approx(ratio)
+    keys = ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.02"]
+    found = config_from_verl([*keys, "algorithm.kl_ctrl.type=fixed"])
+    assert found.config.rewards.kl_in_reward == 0.02 and not found.config.update.loss.kl_coef
+    assert set(found.taken) == {k.split("=")[0] for k in keys} and len(found.left) == 1
+    with pytest.raises(ValueError, match="here the KL in the reward is 'kl'"):
+        config_from_verl([*keys, "algorithm.kl_penalty=low_var_kl"])
+    schedule = ["actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"]
+    floor = "actor_rollout_ref.actor.optim.min_lr_ratio=0.1"
+    assert config_from_verl([*schedule, floor]).config.optimizer.min_lr_ratio == 0.1

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from grpo_nb.advantages import compute_advantages
 from grpo_nb.cli import main
 from grpo_nb.config import build_config, describe, override
 from grpo_nb.core import seeded
@@ -52,6 +53,22 @@ def test_an_entropy_bonus_keeps_a_language_model_from_sharpening():
         entropy[coef] = rows[-1]["entropy"]
         assert ("loss/entropy" in rows[0]) == bool(coef)
     assert entropy[0.3] > entropy[0.0] + 0.02
+
+
+def test_kl_in_the_reward_is_taken_off_before_the_advantage():
+    reference = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=10)
+    trainer = make("rewards.kl_in_reward=0.5", "optimizer.lr=1e-3", reference=reference)
+    trainer.step()
+    rollout = trainer.collect()
+    values, _ = trainer.advantages(rollout)
+    with torch.no_grad():
+        kl_NS = rollout.old_logp_NS - reference.logp(rollout)
+    kl_N = kl_NS.where(rollout.mask_NS, 0.0).sum(1)
+    assert kl_N.abs().max() > 0.01
+    total = rollout.rewards[:, 0] - 0.5 * kl_N
+    want = compute_advantages(total, rollout.group_N).values
+    torch.testing.assert_close(values, want, atol=1e-5, rtol=1e-5)
+    assert make("rewards.kl_in_reward=0.5").reference is not None and make().reference is None
 
 
 def test_hanging_crashing_and_silent_rewards_do_not_stop_training():

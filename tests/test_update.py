@@ -387,3 +387,45 @@ def test_ranks_refuse_and_skip_together(two_ranks):
     for rank in (0, 1):
         logits, _, done, nonfinite, _ = two_ranks["not finite", rank]
         assert (done, nonfinite) == (0, 2) and torch.equal(logits, Table().logits.detach())
+
+
+# --------------------------------------------------------------------------------------------- truncated samples
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+def test_truncated_samples_leave_numerator_and_denominator(aggregation):
+    loss = LossConfig(aggregation=aggregation)
+    policy, r, adv = case()
+    cut = torch.arange(len(r)) % 3 == 0
+    r.info["truncated"] = cut
+    optimizer = lambda p: torch.optim.SGD(p.parameters(), 0.5)
+    masked = UpdateConfig(loss=loss, mask_truncated=True)
+    got = update(policy, r, adv, optimizer(policy), masked)
+    alone, _, _ = case()
+    want = update(alone, r[~cut], adv[~cut], optimizer(alone), UpdateConfig(loss=loss))
+    torch.testing.assert_close(policy.logits, alone.logits, atol=1e-12, rtol=0)
+    assert got.rows[0]["loss"] == pytest.approx(want.rows[0]["loss"], abs=1e-12)
+
+
+def test_all_truncated_moves_nothing_and_a_policy_that_does_not_say_is_refused():
+    policy, r, adv = case()
+    with pytest.raises(ValueError, match="needs info\\['truncated'\\]"):
+        update(
+            policy, r, adv, torch.optim.SGD([policy.logits], 1.0), UpdateConfig(mask_truncated=True)
+        )
+    before = policy.logits.detach().clone()
+    r.info["truncated"] = torch.ones(len(r), dtype=torch.bool)
+    config = UpdateConfig(mask_truncated=True, loss=LossConfig(kl_coef=0.1))
+    got = update(policy, r, adv, torch.optim.SGD([policy.logits], 1.0), config, Table(seed=5))
+    assert torch.equal(policy.logits, before) and got.rows[0]["loss"] == 0
+
+
+def test_truncated_samples_of_a_language_model_leave_its_loss(tokens):
+    _, r, adv = tokens
+    cut, config = torch.arange(24) % 4 == 1, UpdateConfig(mask_truncated=True)
+    marked = r.replace(info=r.info | {"truncated": cut})
+    twin, want = (TokenPolicy.from_pretrained(data_path("tiny-llama")) for _ in range(2))
+    update(twin, marked, adv, torch.optim.SGD(twin.parameters(), 0.1), config)
+    update(want, r[~cut], adv[~cut], torch.optim.SGD(want.parameters(), 0.1))
+    for a, b in zip(twin.parameters(), want.parameters()):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)

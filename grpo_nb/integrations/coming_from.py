@@ -19,6 +19,7 @@ from .settings import Reading, settings_tree
 
 # %% ../../nbs/integrations/06_coming_from.ipynb #1211bd08
 _READERS = {"trl": config_from_trl, "verl": config_from_verl, "trinity": config_from_trinity}
+_PENALTY = "rewards.functions.soft_overlong"
 _NEEDED = {
     "policy.model": "policy.model=...",
     "tasks.train": "tasks.train=FILE",
@@ -44,9 +45,11 @@ def read_settings(
     ours = [o for o in overrides if o not in theirs]
     known = {*found.taken.values(), *(o.partition("=")[0] for o in ours)}
     known |= {"tasks.train"} if "tasks.tasksets" in known else set()
+    known -= {_PENALTY}  # says nothing about right and wrong
     if missing := [
         how for key, how in _NEEDED.items() if not any(k.startswith(key) for k in known)
     ]:
         raise ValueError(f"{path} says nothing that can be used here for: add {' '.join(missing)}.")
-    empty = override(found.config, {"rewards.functions": {}})
+    functions = found.config.rewards.functions if _PENALTY in found.taken.values() else {}
+    empty = override(found.config, {"rewards.functions": functions})
     return dataclasses.replace(found, config=override(empty, ours))

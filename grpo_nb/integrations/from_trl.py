@@ -42,7 +42,6 @@ _TRL_REASONS = (
     (r"max_prompt_length", "prompts are never cut; no such setting (and none in TRL 1.16)"),
     (r"model_revision", "no revision of a hub model can be given"),
     (r"lora_|use_peft", "use_peft is not set, so TRL trains all weights and never reads it"),
-    (r"mask_truncated_completions", "no setting leaves truncated completions out of the loss: this changes the method"),
     (r"(min_p|repetition_penalty)", "no such sampling option here: this changes what is sampled"),
     (r"(top_entropy_quantile|off_policy_mask_threshold)", "no such selection of tokens here: this changes the method"),
     (r"code_eval_", "option of a reward function of that project"),
@@ -135,12 +134,25 @@ def _trl_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
             warmup = 0
     return {
         "optimizer.lr": s.take("learning_rate", "optimizer.lr", 1e-6),
-        "optimizer.schedule": SCHEDULES[one_of("lr_scheduler_type", schedule, SCHEDULES)],
+        "optimizer.schedule": _TRL_SCHEDULES[one_of("lr_scheduler_type", schedule, _TRL_SCHEDULES)],
+        "optimizer.min_lr_ratio": _trl_floor(s, schedule),
         "optimizer.warmup": int(warmup),
         "optimizer.weight_decay": s.take("weight_decay", "optimizer.weight_decay", 0.0),
         "optimizer.betas": (s.take("adam_beta1", "optimizer.betas", 0.9), s.take("adam_beta2", "optimizer.betas", 0.999)),
         "update.max_grad_norm": s.take("max_grad_norm", "update.max_grad_norm", 1.0),
     }  # fmt: skip
+
+
+_TRL_SCHEDULES = SCHEDULES | {"cosine_with_min_lr": "cosine"}
+
+
+def _trl_floor(s: Settings, schedule: str) -> float:
+    "Where the decay ends, as a share of the learning rate."
+    if schedule != "cosine_with_min_lr":
+        return 0.0
+    ours, at = "optimizer.min_lr_ratio", "lr_scheduler_kwargs"
+    lowest = s.take(f"{at}.min_lr", ours, 0.0)
+    return s.take(f"{at}.min_lr_rate", ours, lowest / (s.given.get("learning_rate") or 1e-6))
 
 
 def _trl_loss(s: Settings) -> dict[str, Any]:
@@ -162,7 +174,9 @@ def _trl_loss(s: Settings) -> dict[str, Any]:
         bounds = {}
     length = s.given.get("max_completion_length", 256) if aggregation == "dr_grpo" else None
     level = s.take("importance_sampling_level", "update.loss.level", "token")
+    masked = bool(s.take("mask_truncated_completions", "update.mask_truncated", False))
     return bounds | {
+        "update.mask_truncated": masked, "update.loss.count_empty": masked,
         "update.loss.policy_loss": loss, "update.loss.aggregation": aggregation, "update.loss.max_length": length,
         "update.loss.level": level, "update.loss.kl_coef": kl, "update.loss.kl_importance": kl > 0,
         "update.loss.entropy_coef": s.take("entropy_coef", "update.loss.entropy_coef", 0.0),

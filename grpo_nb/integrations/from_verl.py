@@ -34,13 +34,12 @@ _VERL_ESTIMATORS = {
 _VERL_REASONS = (
     (r"data\.(max_prompt_length|filter_overlong_prompts|truncation)", "prompts are never cut or left out"),
     (r"data\.val_batch_size", "evaluation is not split by hand"),
-    (r"algorithm\.kl_ctrl", "belongs to the KL in the reward, which is off"),
+    (r"algorithm\.kl_(ctrl|penalty)", "belongs to the KL in the reward, which is off"),
     (r"actor_rollout_ref\.rollout\.val_kwargs", "evaluation samples as training does, and greedily: eval.samples, eval.greedy"),
     (r".*(micro_batch|dynamic_bsz|max_token_len|fsdp|ulysses|offload|strategy|megatron|shuffle)", "how work is split over devices; no effect on the method"),
     (r"actor_rollout_ref\.rollout\.", "engine that generates there; no effect on the method"),
     (r"actor_rollout_ref\.(model|ref)\.", "how the model is run there"),
-    (r"(reward|custom_reward|reward_model)[\w.]*overlong", "length penalty inside the reward of that recipe: a reward function must do it"),
-    (r"(reward|custom_reward|reward_model)[\w.]*max_resp_len", "length penalty inside the reward of that recipe: a reward function must do it"),
+    (r"(reward|reward_model)[\w.]*(overlong|max_resp_len)", "belongs to the length penalty, which is off, or is not logged here"),
     (r"(reward|custom_reward|reward_model)", "how rewards are run there: give rewards.functions"),
     (r"(critic|trainer\.critic)", "no critic in GRPO"),
     (r"trainer\.", "cluster or files of the other program: see run.dir, eval.every, checkpoint.every"),
@@ -87,7 +86,7 @@ def config_from_verl(
         | _verl_policy(s)
         | _verl_filter(s, notes)
     )
-    ours |= _verl_advantage(s)
+    ours |= _verl_advantage(s) | _verl_kl_in_reward(s) | _verl_overlong(s)
     s.rest(_VERL_REASONS)
     updates = -(-prompts // mini) * epochs
     return Reading(
@@ -135,6 +134,7 @@ def _verl_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
         "optimizer.betas": tuple(s.take(f"{at}.betas", "optimizer.betas", (0.9, 0.999))),
         "optimizer.warmup": int(warmup),
         "optimizer.schedule": one_of("lr_scheduler_type", schedule, SCHEDULES),
+        "optimizer.min_lr_ratio": s.take(f"{at}.min_lr_ratio", "optimizer.min_lr_ratio", 0.0),
         "update.max_grad_norm": s.take(f"{_ACTOR}.grad_clip", "update.max_grad_norm", 1.0),
     }
 
@@ -171,13 +171,6 @@ def _verl_kl(s: Settings) -> dict[str, Any]:
         s.take(f"{_ACTOR}.use_kl_loss", "update.loss.kl_coef", False),
         (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
     )
-    if s.given.get("algorithm.use_kl_in_reward"):
-        s.leave(
-            "no KL in the reward here: this changes the method; the nearest is update.loss.kl_coef",
-            "algorithm.use_kl_in_reward",
-            "algorithm.kl_ctrl.kl_coef",
-        )
-    s.leave("off, as it always is here", "algorithm.use_kl_in_reward")
     if not used:
         s.leave("use_kl_loss is off, so verl never reads it", *keys)
         return {}
@@ -187,6 +180,35 @@ def _verl_kl(s: Settings) -> dict[str, Any]:
         "update.loss.kl_coef": s.take(keys[0], "update.loss.kl_coef", 0.001),
         "update.loss.kl_kind": kind,
     }
+
+# %% ../../nbs/integrations/05_from_verl.ipynb #d70f876d
+def _verl_kl_in_reward(s: Settings) -> dict[str, Any]:
+    "The KL to the reference, taken off the reward."
+    ours, at = "rewards.kl_in_reward", "algorithm"
+    if not s.take(f"{at}.use_kl_in_reward", ours, False):
+        return {}
+    if (kind := s.take(f"{at}.kl_penalty", ours, "kl")) not in ("kl", "k1"):
+        raise ValueError(f"algorithm.kl_penalty={kind!r}: here the KL in the reward is 'kl' (k1).")
+    s.leave("the weight stays as it is set", f"{at}.kl_ctrl.type", f"{at}.kl_ctrl.target_kl")
+    return {ours: s.take(f"{at}.kl_ctrl.kl_coef", ours, 0.001)}
+
+
+def _verl_overlong(s: Settings) -> dict[str, Any]:
+    "DAPO's soft penalty of the length, as a reward of its own."
+    ours = "rewards.functions.soft_overlong"
+    for at in ("reward.reward_kwargs", "reward_model.reward_kwargs", "reward_model"):
+        name = f"{at}.overlong_buffer" + "_cfg" * at.endswith("kwargs")
+        if not s.given.get(f"{name}.enable"):
+            continue
+        s.take(f"{name}.enable", ours)
+        longest = s.given.get("data.max_response_length", 512)
+        options = {
+            "max_length": s.take(f"{at}.max_resp_len", ours, longest),
+            "buffer": s.take(f"{name}.len", ours),
+            "factor": s.take(f"{name}.penalty_factor", ours, 1.0),
+        }
+        return {"rewards.functions": {"soft_overlong": options}}
+    return {}
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #891fe7c7
 def _verl_policy(s: Settings) -> dict[str, Any]:
