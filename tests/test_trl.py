@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from grpo_nb.advantages import AdvantageConfig, compute_advantages
+from grpo_nb.filter_groups import FilterGroupsConfig
 from grpo_nb.integrations import trl as inside
+from grpo_nb.update import KLStop
 
 RUNS = json.loads((Path(__file__).parent / "recorded" / "trl_runs.json").read_text())
 
@@ -35,3 +37,35 @@ def test_without_trl_or_with_another_one_a_line_says_what_to_install():
             inside.GRPOTrainer()
     with pytest.raises(ValueError, match="use trl==1.16.0, with which this was tried"):
         inside._check_hooks(type("Other", (), {}))
+
+
+def test_a_stopped_rollout_and_a_curriculum_are_recorded():
+    stop, drawn = RUNS["kl_stop"], RUNS["runs"]["curriculum"]
+    assert stop["stopped"] == [0, 1, None, None] * 3 and stop["difference"] < 1e-4
+    row = {"kl_old/k3": stop["kl"][1]}  # what our own rule says of the recorded distances
+    assert KLStop(target=stop["kl"][1]).exceeded(row, 1) == ""
+    assert KLStop(target=stop["kl"][1] / 2).exceeded(row, 1)
+    assert len(drawn["loss"]) == 6 and drawn["right"] != RUNS["runs"]["TRL"]["right"][:6]
+
+
+def test_tasks_of_several_sets_are_drawn_without_end_and_go_on():
+    data = {"easy": [{"prompt": str(i)} for i in range(3)], "hard": [{"prompt": "x"}] * 5}
+    streams = [inside._task_stream(data, "thompson", seed=1) for _ in range(2)]
+    first = [streams[0].read(4) for _ in range(5)]
+    assert [streams[1].read(4) for _ in range(5)] == first  # alike on every process
+    state, streams[1] = streams[0].state_dict(), inside._task_stream(data, "thompson", seed=1)
+    streams[1].load_state_dict(state)
+    assert streams[1].read(4) == streams[0].read(4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "given", "says"),
+    [
+        (KLStop, "kl_stop", {"target": 0.1, "target_ref": 0.1}, "kl_stop.target_ref has no effect"),
+        (FilterGroupsConfig, "filter_groups", {"surplus": "carry"}, "which knows enable, metric"),
+    ],
+)
+def test_options_that_nothing_reads_inside_trl_are_refused(kind, name, given, says):
+    known = inside._STOP_KEYS if kind is KLStop else inside._FILTER_KEYS
+    with pytest.raises(ValueError, match=says):
+        inside._section(kind, name, given, known)
