@@ -72,13 +72,8 @@ def lint():
 
 
 def notebooks():
-    run(
-        "nbdev_test",
-        "--n_workers",
-        "2",
-        "--timing",
-        stdout=subprocess.DEVNULL if os.environ.get("QUIET") else None,
-    )
+    quiet = subprocess.DEVNULL if os.environ.get("QUIET") else None
+    run(sys.executable, ".ci/test_notebooks.py", stdout=quiet)
 
 
 def docs():

@@ -71,21 +71,40 @@ class Workers(ThreadPoolExecutor):
             pool.shutdown(kill_workers=kill)
 
 # %% ../../nbs/lab/08_compare.ipynb #9866377e
+def _wait_for(executor: Executor, job: Job, futures: dict, tries: int = 3) -> dict:
+    "The result of a job; a run that was lost with its worker is carried out again."
+    for left in reversed(range(tries)):
+        try:
+            return futures[job.key].result()
+        except Exception as e:
+            if (
+                not left or not futures or isinstance(e, ValueError)
+            ):  # the last try, the end, no loss
+                raise
+            futures[job.key] = executor.submit(run_job, job)
+
+
 def carry_out(jobs: Sequence[Job], executor: Executor | None) -> Iterator[dict]:
     "Results of the jobs as they finish, one after the other here if there is no executor."
-    if executor is None:
+    if executor is None or not jobs:
         yield from map(run_job, jobs)
         return
-    futures = [executor.submit(run_job, job) for job in jobs]
+    futures = {job.key: executor.submit(run_job, job) for job in jobs}
+    waiting = ThreadPoolExecutor(len(jobs))
     try:
-        for future in as_completed(futures):
-            yield future.result()
+        results = [waiting.submit(_wait_for, executor, job, futures) for job in jobs]
+        for result in as_completed(results):
+            yield result.result()
     except BaseException:  # an error ends the other runs, too
-        for future in futures:
+        running = [*futures.values()]
+        futures.clear()  # nothing is carried out again
+        for future in running:
             future.cancel()
         if isinstance(executor, Workers):
             executor.shutdown(kill=True)
         raise
+    finally:
+        waiting.shutdown(wait=False)
 
 # %% ../../nbs/lab/08_compare.ipynb #3340e6d6
 def _choose(spec: Spec, variant: str, runs: Iterable[Mapping]) -> dict:
