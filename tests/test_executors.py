@@ -1,0 +1,97 @@
+"A study carried out by somebody else's workers: the same numbers, and a lost worker is no failed run."
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+
+from grpo_nb.lab.budgets import Samples
+from grpo_nb.lab.compare import compare
+
+BASE = {
+    "policy": {"max_new_tokens": 6},
+    "train_batch_size": 4,
+    "num_generations": 4,
+    "eval": {"limit": 8},
+}
+
+
+def study(folder, **kwargs):
+    variants = {"slow": {}, "fast": {"optimizer.lr": 1e-3}}
+    return compare(variants, BASE, seeds=[1], budget=Samples(32), dir=folder, **kwargs)
+
+
+def numbers(study):
+    timed = ("seconds", "_ms", "step_time", "per_s")
+    untimed = lambda curve: {k: v for k, v in curve.items() if not any(t in k for t in timed)}
+    return json.dumps([untimed(run["curve"]) for run in study.runs], sort_keys=True)  # NaN is NaN
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    return numbers(study(tmp_path_factory.mktemp("here")))
+
+
+@pytest.fixture(scope="module")
+def client():
+    distributed = pytest.importorskip("distributed")
+    quiet = {"dashboard_address": None, "silence_logs": 50}
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, **quiet) as cluster:
+        with distributed.Client(cluster) as client:
+            yield client
+
+
+def test_two_workers_of_dask_give_the_numbers_of_this_process(client, here, tmp_path):
+    assert numbers(study(tmp_path, executor=client)) == here
+
+
+def test_a_run_on_a_killed_worker_of_dask_is_carried_out_again(client, here, tmp_path):
+    victim = next(iter(client.run(os.getpid).values()))
+    threading.Timer(1.0, os.kill, (victim, signal.SIGKILL)).start()
+    there = study(tmp_path, executor=client)
+    assert victim not in client.run(os.getpid).values()  # it died, and another one took its place
+    assert [r["status"] for r in there.runs] == ["done", "done"] and numbers(there) == here
+
+
+def test_jobs_of_submitit_give_the_numbers_of_this_process(here, tmp_path):
+    submitit = pytest.importorskip("submitit")
+    executor = submitit.AutoExecutor(folder=tmp_path / "logs", cluster="local")
+    executor.update_parameters(timeout_min=5)
+    assert numbers(study(tmp_path / "study", executor=executor)) == here
+
+
+class Lossy:
+    "An executor that loses the first `losses` jobs it is given."
+
+    def __init__(self, losses):
+        self.losses, self.submitted = losses, 0
+
+    def submit(self, function, job):
+        self.submitted += 1
+        return Lost() if self.submitted <= self.losses else Kept(function, job)
+
+
+class Lost:
+    def result(self):
+        raise ConnectionError("the node is gone")
+
+    def cancel(self):
+        pass
+
+
+class Kept(Lost):
+    def __init__(self, function, job):
+        self.given = function, job
+
+    def result(self):
+        function, job = self.given
+        return function(job)
+
+
+def test_a_lost_run_is_tried_three_times(here, tmp_path):
+    executor = Lossy(2)
+    assert numbers(study(tmp_path / "a", executor=executor)) == here and executor.submitted == 4
+    with pytest.raises(ConnectionError, match="the node is gone"):
+        study(tmp_path / "b", executor=Lossy(99))
