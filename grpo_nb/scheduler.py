@@ -22,7 +22,7 @@ from .config import check_number, one_of, unknown_name
 from .core import Registry, Rollout, group_stats
 from .rewards import passing_rewards, sample_scores
 from .selectors import BaseSelector, TaskSelectorConfig, check_chosen, make_selector
-from .shares import make_shares, mean_abs_advantage
+from .shares import make_shares
 from .stream import StreamConfig, TaskStream, open_tasks
 from .tasks import Task, Taskset, data_path
 
@@ -166,7 +166,7 @@ class TasksetScheduler:
         self.selectors = _selectors_of(self.tasksets, selectors)
         self.shares = make_shares(shares, self.ids, self.sizes, seed)
         self.operators = [_make_operator(o) for o in operators]
-        self.adaptive = self.shares.adaptive or any(s.adaptive for s in self.selectors)
+        self.adaptive = any(s.adaptive for s in self.selectors)
         self.cursor, self.places = 0, sum(self.sizes)
         # 0.29 * 100 is 28.999999999999996 in floating point, and means 29
         epochs = None if total_epochs is None else int(total_epochs * self.places + 1e-6)
@@ -261,8 +261,8 @@ def observe(
     if self.adaptive and not self.operators and not self._warned:
         self._warned = True
         warnings.warn(
-            "The tasks are chosen by selectors or shares that learn, but there is no experience operator to teach them: "
-            "add pass_rate_calculator to operators (data_processor.experience_pipeline.operators in Trinity-RFT's form).",
+            "The tasks are chosen by selectors that learn, but there is no experience operator to teach them: "
+            "add pass_rate_calculator to operators.",
             stacklevel=2,
         )
     metrics: dict[str, Any] = {}
@@ -279,14 +279,12 @@ def update(
     self: TasksetScheduler,
     metrics: Mapping,  # SELECTOR_METRIC: {taskset_id: {"indices", "values", "counts"}}, and others
 ) -> None:
-    "Route pass rates to the selectors and to the shares; metrics without feedback change nothing."
+    "Route pass rates to the selectors; metrics without feedback change nothing."
     for key, f in metrics.get(SELECTOR_METRIC, {}).items():
         k = self.ids.index(one_of("taskset", key, self.ids))
-        values, update = np.asarray(f["values"], np.float64), self.selectors[k].update
+        update = self.selectors[k].update
         takes_counts = len(inspect.signature(update).parameters) > 2
-        update(f["indices"], values, *([f.get("counts")] if takes_counts else []))
-        if self.shares.adaptive and not np.isnan(values).all():
-            self.shares.update(k, mean_abs_advantage(values[~np.isnan(values)]))
+        update(f["indices"], f["values"], *([f.get("counts")] if takes_counts else []))
 
 # %% ../nbs/method/03_scheduler.ipynb #f6708c9e
 @patch
@@ -297,7 +295,6 @@ def state_dict(self: TasksetScheduler) -> dict[str, Any]:
         "cursor": self.cursor,
         "tasksets": {str(k): t for k, t in enumerate(tasksets)},
         "selectors": {str(k): s.state_dict() for k, s in enumerate(self.selectors)},
-        "shares": self.shares.state_dict(),
     }
 
 # %% ../nbs/method/03_scheduler.ipynb #55dac1b2
@@ -314,7 +311,6 @@ def load_state_dict(self: TasksetScheduler, state: Mapping[str, Any]) -> None:
     self.cursor = int(state["cursor"])
     for k, s in enumerate(self.selectors):
         s.load_state_dict(state["selectors"][str(k)])
-    self.shares.load_state_dict(state["shares"])
 
 # %% ../nbs/method/03_scheduler.ipynb #2a9d57c0
 SELECTOR_KEYS = ("selector", "task_selector", "data_selector")

@@ -23,9 +23,7 @@ from grpo_nb.shares import (
     SHARES,
     Shares,
     SizeShares,
-    SoftmaxQShares,
     StageShares,
-    UcbShares,
     WeightShares,
     make_shares,
 )
@@ -119,8 +117,6 @@ def test_published_pass_rates():
     assert f == {0: {"indices": list(range(8)), "values": [1.5] * 8, "counts": [4] * 8}}
     with pytest.raises(ValueError, match="rescale the reward"):  # no pass rates
         TasksetScheduler([Table(8)], 1, "thompson").update({SELECTOR_METRIC: f})
-    with pytest.raises(ValueError, match="bandit over tasksets"):
-        TasksetScheduler([Table(8)], 1, shares="ucb").update({SELECTOR_METRIC: f})
 
 
 # Shares ------------------------------------------------------------------------------------------
@@ -168,31 +164,6 @@ def test_999_to_1():
     s = TasksetScheduler([Table(1), Table(999)], 40, total_epochs=3)
     drawn = [x for b in s for x in pairs(b)]
     assert len(drawn) == 3000 and drawn.count((0, 0)) == 3 and len(set(drawn)) == 1000
-
-
-@pytest.mark.parametrize(
-    "policy", [UcbShares([5, 5, 5], 1, 0.5), SoftmaxQShares([5, 5, 5], 1, 0.5)]
-)
-def test_bandit_frequencies_match_its_distribution(policy):
-    rng = np.random.default_rng(0)
-    for k, p in enumerate((0.05, 0.5, 0.9)):
-        policy.update(k, 2 * np.sqrt(p * (1 - p)) + 0 * rng.random(50))
-    expected = 30_000 * policy.probabilities()
-    draws = np.concatenate([policy.ids(s, 100) for s in range(0, 30_000, 100)])
-    chi2 = ((np.bincount(draws, minlength=3) - expected) ** 2 / expected).sum()
-    assert chi2 < 13.8 and expected.argmax() == 1  # 99.9 % point with 2 degrees of freedom
-
-
-def test_ucb_explores_and_forgets():
-    policy = UcbShares([5, 5], window=10)
-    policy.update(0, np.ones(100))
-    assert policy.scores()[1] > policy.scores()[0]  # never seen: the bonus wins
-    policy.update(1, np.zeros(100))
-    assert policy.scores()[0] > policy.scores()[1]
-    policy.update(0, np.zeros(10))
-    assert policy.scores()[0] == pytest.approx(
-        np.sqrt(2 * np.log(211) / 111)
-    )  # the window holds zeros only
 
 
 def test_custom_share_policy_from_a_recipe():
@@ -333,8 +304,7 @@ def test_selector_with_two_argument_update_still_works():
 VARIANTS = {
     "fixed": (["sequential", "shuffle", "random"], "size"),
     "learning": (["difficulty_based", "thompson", "greso"], "size"),
-    "ucb": (["shuffle", "learnability", "thompson"], {"kind": "ucb", "window": 16}),
-    "softmax_q": (["difficulty_based", "sequential", "greso"], {"kind": "softmax_q", "tau": 0.3}),
+    "more": (["shuffle", "learnability", "difficulty_based"], {"easy": 1, "mid": 2, "hard": 1}),
     "stages": (["shuffle", "random", "thompson"], {"kind": "stages", "stages": [{"samples": 40, "weights": {"easy": 1, "mid": 1}}, {"weights": {"mid": 1, "hard": 2}}]}),
 }  # fmt: skip
 
@@ -487,11 +457,9 @@ def one_sample(**changes):
         (lambda: TasksetScheduler([Table(1)], 0), "batch_size must be"),
         (lambda: TasksetScheduler([Table(1)], 1, ["shuffle", "random"]), "2 selectors for 1"),
         (lambda: TasksetScheduler([Table(1)], 1, shares={"kind": "weights", "weights": {"c": 1}}), "'c'"),
-        (lambda: make_shares({"kind": "ucb", "windw": 1}, ["a"], [5], None), "Did you mean 'window'"),
+        (lambda: make_shares({"kind": "stages", "stags": 1}, ["a"], [5], None), "Did you mean 'stages'"),
         (lambda: make_shares("sise", ["a"], [5], None), "Did you mean 'size'"),
-        (lambda: SizeShares([1], temperature=0), "temperature must be > 0"),
         (lambda: WeightShares([5, 7], weights=[0, 0]), "not all zero"),
-        (lambda: UcbShares([1], tau=0), "tau must be > 0"),
         (lambda: StageShares([5, 7]), "at least one stage"),
         (lambda: StageShares([5, 7], stages=[{}]), "Stage 0 has no weights"),
         (lambda: StageShares([5, 7], stages=[{"weights": [1, 0]}] * 2), "samples >= 1"),
