@@ -474,17 +474,12 @@ class ThompsonSelector(EstimatorSelector):
         wrap: Literal["error", "epochs"] = "error"  # batches above N: refuse, or several draws
         target: Share = 0.5  # wanted pass rate
         pool: Count | None = 16  # candidates per task of the batch; None: all tasks
-        mode: Literal["target", "threshold"] = "target"  # draws near the target, or inside the band
-        band: tuple[float, float] = (0.3, 0.7)  # of pass rates, for "threshold"
 
     def pick(self, batch_size):
         rng, o = self.generator("thompson"), self.options
         tasks = self.candidates(batch_size, rng)
         x = rng.beta(*self.estimator.posterior(tasks))
-        if o.mode == "target":
-            return nearest(tasks, np.abs(x - o.target), batch_size)
-        outside = np.maximum(np.maximum(o.band[0] - x, x - o.band[1]), 0)
-        return tasks[np.argsort(outside, kind="stable")[:batch_size]]  # the pool is in random order
+        return nearest(tasks, np.abs(x - o.target), batch_size)
 
 
 @patch
@@ -498,18 +493,10 @@ def candidates(self: ThompsonSelector, batch_size: int, rng: np.random.Generator
 def learnability(
     alpha: np.ndarray,  # (n,) Beta parameters
     beta: np.ndarray,  # (n,)
-    score: str = "variance",  # "variance", "unbiased" or "band"
-    band: tuple[float, float] = (0.2, 0.8),  # pass rates that count as learnable
 ) -> np.ndarray:  # (n,) at least 0
     "How much a task is expected to teach."
     total = alpha + beta
-    if score == "variance":
-        return alpha * beta / (total * (total + 1))
-    if score == "band":
-        return ((alpha / total >= band[0]) & (alpha / total <= band[1])).astype(np.float64)
-    k, g = np.maximum(alpha - 1, 0), total - 2
-    seen = g >= 2  # fewer than two samples have no variance: unknown counts as most promising
-    return np.where(seen, k * np.maximum(g - k, 0) / np.where(seen, g * (g - 1), 1), 0.5)
+    return alpha * beta / (total * (total + 1))
 
 # %% ../nbs/method/02_selectors.ipynb #dd891cba
 @SELECTORS.register_module("learnability")
@@ -523,13 +510,11 @@ class LearnabilitySelector(ThompsonSelector):
         wrap: Literal["error", "epochs"] = "error"  # batches above N: refuse, or several draws
         pool: Count | None = 16  # candidates per task of the batch; None: all tasks
         tau: NonNegative = 1.0  # 0: the best B; else sampling by score ** (1 / tau)
-        score: Literal["variance", "unbiased", "band"] = "variance"  # see `learnability`
-        band: tuple[float, float] = (0.2, 0.8)  # of pass rates, for "band"
 
     def pick(self, batch_size):
         rng, o = self.generator("learnability"), self.options
         tasks = self.candidates(batch_size, rng)
-        score = learnability(*self.estimator.posterior(tasks), o.score, o.band)
+        score = learnability(*self.estimator.posterior(tasks))
         if o.tau == 0:  # ties in the pool's random order
             return tasks[np.argsort(-score, kind="stable")[:batch_size]]
         return tasks[gumbel_top_k(np.log(score + 1e-6) / o.tau, batch_size, rng)]

@@ -501,17 +501,6 @@ def _arithmetic(text: str) -> Fraction:
     except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as e:
         raise ValueError(f"{text!r} has no value ({type(e).__name__})") from None
 
-# %% ../nbs/method/02_verifiers.ipynb #dde98a43
-def _read_list(text: str) -> list:
-    "A list as Python or JSON writes it, read as JSON; anything else is a ValueError."
-    try:
-        value = json.loads(text.replace("'", '"'))
-    except RecursionError:
-        value = None
-    if not isinstance(value, list):
-        raise ValueError(f"{text!r:.60} is no list")
-    return value
-
 # %% ../nbs/method/02_verifiers.ipynb #c04de84e
 def _gym_numbers(answer: str | None, entry: Mapping) -> float:
     "countdown and puzzle24: the value wanted, from each of the numbers given once."
@@ -525,47 +514,8 @@ def _gym_numbers(answer: str | None, entry: Mapping) -> float:
     right = abs(value - target) <= 1e-6 + 1e-5 * abs(target)
     return 1.0 if right and used == sorted(given["numbers"]) else part
 
-# %% ../nbs/method/02_verifiers.ipynb #b7784314
-def _gym_bits(answer: str | None, entry: Mapping) -> float:
-    "bitwise_arithmetic: the whole number wanted, in any base."
-    try:
-        return float(int(answer or "", 0) == int(entry["answer"], 0))
-    except ValueError:
-        return 0.0
-
-# %% ../nbs/method/02_verifiers.ipynb #7b8a0af7
-def _gym_word(answer: str | None, entry: Mapping) -> float:
-    "game_of_life_halting: the word wanted."
-    return float((answer or "").strip().casefold() == str(entry["answer"]).casefold())
-
-# %% ../nbs/method/02_verifiers.ipynb #806ca68f
-def _gym_list(part: float, lines: bool = False, join: str = " ") -> Callable:
-    "Scorer of a set whose answer is text; the same as a Python list gets part credit."
-
-    def score(answer, entry):
-        right = entry["metadata"].get("valid_answers", [entry["answer"].strip()])
-        if answer is None or answer.strip() in right:
-            return float(answer is not None)
-        try:
-            rows = _read_list(answer)
-            rows = [[str(x) for x in row] for row in (rows if lines else [rows])]
-        except (ValueError, TypeError):
-            return 0.0
-        return part * ("\n".join(map(join.join, rows)) in right)
-
-    return score
-
 # %% ../nbs/method/02_verifiers.ipynb #ad62ccd1
-_GYM_SCORERS = {
-    "countdown": _gym_numbers,
-    "puzzle24": _gym_numbers,
-    "string_insertion": _gym_list(0.1, join=""),
-    "spiral_matrix": _gym_list(0.1),
-    "binary_matrix": _gym_list(0.1, lines=True),
-    "n_queens": _gym_list(0.5, lines=True),
-    "bitwise_arithmetic": _gym_bits,
-    "game_of_life_halting": _gym_word,
-}
+_GYM_SCORERS = {"countdown": _gym_numbers, "puzzle24": _gym_numbers}
 
 # %% ../nbs/method/02_verifiers.ipynb #04ba4e3b
 _EVALUATE = {"eval", "exec", "compile", "parse_expr", "sympify", "literal_eval"}
@@ -589,15 +539,12 @@ def _gym_scorer(name: str) -> Callable[[str | None, Mapping], float]:
 
     kind, _ = DATASETS[one_of("reasoning-gym dataset", name, DATASETS)]
     found = _evaluators(kind.score_answer, kind, set())
-    if found and name != "number_sorting":
+    if found:
         raise ValueError(
             f"reasoning-gym's scorer of {name!r} evaluates the text of the model ({', '.join(sorted(found))}), which "
             "could run anything: write a reward of your own for this dataset."
         )
     score = get_score_answer_fn(name)
-    if name == "number_sorting":  # it evaluates a reference answer that is not JSON
-        as_json = lambda entry: entry | {"answer": json.dumps(_read_list(entry["answer"]))}
-        return lambda answer, entry: score(answer, as_json(entry))
     if name == "complex_arithmetic":  # it pays for nan
         return lambda answer, entry: (
             0.0 if "nan" in (answer or "").lower() else score(answer, entry)

@@ -558,7 +558,7 @@ WITH_EPS = sorted(k for k, f in ADVANTAGES.items() if "eps" in inspect.signature
 
 @pytest.mark.parametrize("mode", WITH_EPS)
 def test_an_eps_that_is_no_number_from_0_is_refused(mode):
-    assert len(WITH_EPS) > 8
+    assert len(WITH_EPS) > 6
     for eps in (-1.0, NAN, math.inf):
         with pytest.raises(ValueError, match="eps must be >= 0"):
             ADVANTAGES[mode]([[1.0, 0], [0, 0]] * 2, [0, 0, 1, 1], eps=eps, **lengths(mode, 4))

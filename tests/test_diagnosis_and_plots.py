@@ -114,7 +114,6 @@ def test_plots_of_a_run_read_its_files(tmp_path):
         for step in (1, 2):
             run.log(step, {"reward": 0.5 * step, "tokens_generated": 100 * step})
             run.log_samples(step, [dict(group=g, prompt=f"p{g}", reward=float(g)) for g in (0, 1)])
-    assert plots.plot_pass_rates(run).axes[0].images[0].get_array().tolist() == [[1, 1], [0, 0]]
     for runs in ({"r": run, "d": run.dir}, [run, run.dir], run, str(run.dir)):
         line = plots.plot_runs(runs, x="tokens_generated").axes[0].lines[0]
         assert line.get_xdata().tolist() == [100, 200] and line.get_ydata().tolist() == [0.5, 1.0]

@@ -275,10 +275,8 @@ BOTS = {"selector_type": "difficulty_based", "feature_keys": ["a", "b"]}
         (FEATURES, {**BOTS, "kwargs": {"tau": -1}}, "tau must be >= 0"),
         (FEATURES, {**BOTS, "kwargs": {"method": "sparse"}}, "method"),
         (FEATURES, {**BOTS, "kwargs": {"m": 0}}, "m must be > 0"),
-        (FEATURES, {"selector_type": "thompson", "kwargs": {"mode": "x"}}, "threshold"),
         (FEATURES, {"selector_type": "thompson", "kwargs": {"pool": 0}}, "pool must be"),
         (FEATURES, {"selector_type": "thompson", "kwargs": {"rho": 0.1}}, "two reference models"),
-        (FEATURES, {"selector_type": "learnability", "kwargs": {"score": "var"}}, "unbiased"),
         (FEATURES, {"selector_type": "greso", "kwargs": {"share": 2}}, "share must be >= 0"),
     ],
 )  # fmt: skip
@@ -454,7 +452,7 @@ RESUMED = {
     "offline_easy2hard": {}, "difficulty/greedy": {"tau": 0}, "difficulty/thompson": {"tau": 0, "do_sample": True},
     "difficulty/softmax": {"tau": 0.1, "adaptive_rho": True}, "difficulty/softmax of draws": {"tau": 0.1, "do_sample": True},
     "difficulty/parity": {"tau": 0.2, "method": "parity"},
-    "thompson/with models": {"mode": "threshold"}, "learnability/band": {"score": "band", "tau": 0},
+    "thompson/with models": {}, "learnability/best": {"tau": 0},
 }  # fmt: skip
 
 

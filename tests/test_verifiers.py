@@ -310,7 +310,8 @@ print('refused', *refused)
 
 def test_no_text_of_a_model_is_evaluated_and_nonsense_earns_nothing():
     pytest.importorskip("reasoning_gym")
-    refused = "intermediate_integration polynomial_multiplication simple_integration"
+    refused = "binary_matrix bitwise_arithmetic game_of_life_halting intermediate_integration n_queens number_sorting "
+    refused += "polynomial_multiplication simple_integration spiral_matrix string_insertion"
     assert run(ATTACKS).rpartition("refused")[2].split() == refused.split()
 
 
@@ -340,21 +341,10 @@ def test_grammars_of_ours_agree_with_the_scorers_they_replace():
         inside = entry["metadata"]
         if name == "countdown":
             yield from ("1+1", "+".join(map(str, inside["numbers"])), "7/0", "(2", "1 - -2")
-        if name == "bitwise_arithmetic":
-            yield from (str(int(entry["answer"], 0)), "0b101", "0x", "1.0")
         if name == "puzzle24":
             yield from ("1+1", "4*6", "1+2+3+4", "24")
-        yield from {
-            "string_insertion": [str(list(entry["answer"])), "['A']"],
-            "spiral_matrix": [str(inside.get("solution")), "[1, 'a', 2]"],
-            "binary_matrix": [str(inside.get("solution")), "[[0, 1], [1, 0]]", "[0]"],
-            "n_queens": [str(inside.get("solutions", [[]])[0]), "[['Q']]"],
-        }.get(name, [])
 
-    for name in (
-        "countdown puzzle24 string_insertion spiral_matrix binary_matrix n_queens "
-        "bitwise_arithmetic number_sorting chain_sum gcd lcm spell_backward letter_counting"
-    ).split():
+    for name in "countdown puzzle24 chain_sum gcd lcm spell_backward letter_counting".split():
         theirs, ours = get_score_answer_fn(name), _gym_scorer(name)
         for seed in range(4):
             entry = gym.create_dataset(name, size=1, seed=seed)[0]
