@@ -515,7 +515,16 @@ def _gym_numbers(answer: str | None, entry: Mapping) -> float:
     return 1.0 if right and used == sorted(given["numbers"]) else part
 
 # %% ../nbs/method/02_verifiers.ipynb #ad62ccd1
-_GYM_SCORERS = {"countdown": _gym_numbers, "puzzle24": _gym_numbers}
+def _gym_word(answer: str | None, entry: Mapping) -> float:
+    "game_of_life_halting: the word wanted; its own scorer pays for nonsense."
+    return float((answer or "").strip().casefold() == str(entry["answer"]).casefold())
+
+
+_GYM_SCORERS = {
+    "countdown": _gym_numbers,
+    "puzzle24": _gym_numbers,
+    "game_of_life_halting": _gym_word,
+}
 
 # %% ../nbs/method/02_verifiers.ipynb #04ba4e3b
 _EVALUATE = {"eval", "exec", "compile", "parse_expr", "sympify", "literal_eval"}

@@ -310,7 +310,7 @@ print('refused', *refused)
 
 def test_no_text_of_a_model_is_evaluated_and_nonsense_earns_nothing():
     pytest.importorskip("reasoning_gym")
-    refused = "binary_matrix bitwise_arithmetic game_of_life_halting intermediate_integration n_queens number_sorting "
+    refused = "binary_matrix bitwise_arithmetic intermediate_integration n_queens number_sorting "
     refused += "polynomial_multiplication simple_integration spiral_matrix string_insertion"
     assert run(ATTACKS).rpartition("refused")[2].split() == refused.split()
 
