@@ -161,18 +161,16 @@ def test_a_file_that_holds_other_tasks_by_now_is_refused_unless_they_are_given(t
         GRPO.load(tmp_path / "run", tasks=str(file)).close()
 
 
-FORM = "format: {prompt_key: question, response_key: solution"
+FORM = "prompt: question, rename: {solution: answer}"
 
 
 @pytest.mark.parametrize(
     "entry, fault",
     [
-        (FORM + "}", None),
-        (FORM + ", reply_prefix: So}", "Unknown key 'reply_prefix'"),
-        ("format: {prompt_key: question, respons_key: solution}", "Did you mean 'response_key'"),
-        (FORM + "}, selectr: random", "Did you mean 'selector'"),
-        (FORM + "}, promt: x", "Did you mean 'prompt'"),
-        (FORM + "}, weight: 2", "Unknown key 'weight'"),
+        (FORM, None),
+        (FORM + ", selectr: random", "Did you mean 'selector'"),
+        (FORM + ", promt: x", "Did you mean 'prompt'"),
+        (FORM + ", weight: 2", "Unknown key 'weight'"),
     ],
 )
 def test_keys_of_a_taskset_entry_are_used_or_refused(entry, fault, tmp_path):

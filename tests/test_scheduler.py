@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_nb.config import build_config
 from grpo_nb.core import Rollout
+from grpo_nb.lab.recipe import GRPOConfig, open_stream
 from grpo_nb.scheduler import (
     SELECTOR_METRIC,
     PassRateCalculator,
@@ -383,49 +385,33 @@ def test_stop_at_every_step_and_resume_twice(label):
 # Recipes -----------------------------------------------------------------------------------------
 
 
-def open_table(entry):
-    return Table(10)
+def recipe(path, **tasks):
+    entry = {"name": "a", "path": str(path), "selector": "shuffle"}
+    tree = {"train_batch_size": 2, "tasks": {"tasksets": [entry | tasks.pop("entry", {})]}}
+    return build_config(GRPOConfig, tree | {"tasks": tree["tasks"] | tasks})
 
 
-def test_a_recipe_and_its_errors():
-    recipe = {
-        "tasksets": [{"name": "a", "path": "x", "selector": "shuffle"}],
-        "batch_size": 2,
-        "seed": 4,
-    }
-    s = TasksetScheduler.from_config(recipe, open_table)
-    assert isinstance(s.operators[0], PassRateCalculator) and s.max_steps == 5
-    for broken, match in (
-        ({**recipe, "batch_sise": 1}, "Did you mean 'batch_size'"),
-        ({**recipe, "tasksets": recipe["tasksets"] * 2}, "different names"),
-        ({**recipe, "tasksets": [{"name": "a", "path": "x", "selector": {"selectr_type": "x"}}]}, "Did you mean 'selector_type'"),
-        ({**recipe, "shares": {"kind": "stages", "stages": [{"weights": {"b": 1}}]}}, "Unknown taskset 'b'"),
-        ({**recipe, "operators": ["pass_rates"]}, "Unknown experience operator"),
-        ({**recipe, "tasksets": []}, "no tasksets"),
-        ({**recipe, "tasksets": [{"name": "a", "path": "x", "selector": "random", "task_selector": "random"}]}, "several selectors"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=match):
-            TasksetScheduler.from_config(broken, open_table)
-
-
-def test_recipe_opens_real_tasksets(tmp_path):
+def test_a_recipe_opens_its_tasksets_or_names_its_mistake(tmp_path):
     rows = [{"question": f"{i}+1", "solution": str(i + 1), "rate": i / 10} for i in range(6)]
     path = tmp_path / "sums.jsonl"
     path.write_text("\n".join(json.dumps(r) for r in rows))
-    entry = {
-        "name": "sums",
-        "path": str(path),
-        "format": {"prompt_key": "question", "response_key": "solution"},
-    }
-    entry["selector"] = {"selector_type": "offline_easy2hard", "feature_keys": ["rate"]}
-    config = {"batch_size": 3, "tasksets": [entry]}
-    batch = TasksetScheduler.from_config(config).read()
-    assert [(t.taskset_id, t.index, t.prompt, t["answer"]) for t in batch][0] == (
-        "sums",
-        5,
-        "5+1",
-        "6",
-    )
+    easiest = {"selector_type": "offline_easy2hard", "feature_keys": ["rate"]}
+    own = {"prompt": "question", "rename": {"solution": "answer"}}
+    s = open_stream(recipe(path, entry=own | {"selector": easiest}, epochs=1))
+    assert isinstance(s.operators[0], PassRateCalculator) and s.max_steps == 3
+    first = s.read()[0]
+    assert (first.taskset_id, first.index, first.prompt, first["answer"]) == ("a", 5, "5+1", "6")
+    twice = [{"name": "a", "path": str(path)}] * 2
+    stages = {"kind": "stages", "stages": [{"weights": {"b": 1}}]}
+    for wrong, match in (
+        ({"tasksets": twice}, "different names"),
+        ({"entry": own | {"selector": {"selectr_type": "x"}}}, "Did you mean 'selector_type'"),
+        ({"entry": own, "shares": stages}, "Unknown taskset 'b'"),
+        ({"entry": own, "operators": ["pass_rates"]}, "Unknown experience operator"),
+        ({"tasksets": []}, "No training tasks"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            open_stream(recipe(path, **wrong))
 
 
 def test_features_are_joined_by_prompt(tmp_path):

@@ -199,7 +199,13 @@ def _trinity_tasks(s: Settings) -> dict[str, Any]:
     entries, once = [], {}
     for at in places:
         entry = {k: v for k, v in _under(s, at).items() if k in _ENTRY}
-        prompt = entry.get("format", {}).pop("system_prompt", None)
+        form = entry.pop("format", {})
+        for key in form:
+            one_of("key of format", key, ("prompt_key", "response_key", "system_prompt"))
+        prompt = form.get("system_prompt")
+        entry["prompt"] = form.get("prompt_key", "prompt")
+        if form.get("response_key", "answer") != "answer":
+            entry["rename"] = {form["response_key"]: "answer"}
         given = next((entry.pop(k) for k in _ENTRY[5:] if k in entry), {})
         entries.append(entry | {"selector": {"selector_type": "sequential", "seed": 42} | given})
         s.taken |= {

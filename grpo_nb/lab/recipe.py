@@ -48,7 +48,7 @@ from grpo_nb.lab.session import (
     part_facts,
 )
 from ..rewards import REWARDS
-from ..scheduler import SELECTOR_KEYS, TasksetScheduler, make_stream
+from ..scheduler import TasksetScheduler, make_stream, open_entry
 from ..tasks import Task, Taskset, data_path
 from ..trainer import GRPO, RunnerConfig, StreamConfig, TrainerConfig, check_callbacks
 
@@ -293,17 +293,20 @@ def open_stream(
     if t.tasksets is None:
         with _at_key("tasks"):
             return make_stream(locate(t.train), t, config.train_batch_size, config.seed)
-    blocks = {
-        "tasksets": [_complete_entry(e, config) for e in t.tasksets],
-        "operators": ["pass_rate_calculator"] if t.operators is None else t.operators,
-    }
+    entries = [_complete_entry(e, config) for e in t.tasksets]
+    names = [e["name"] for e in entries]
+    selectors = [e.pop("selector") for e in entries]
+    if len(set(names)) != len(names):
+        raise ValueError(f"Tasksets need different names, got {names}.")
     with _at_key("tasks"):
-        return TasksetScheduler.from_config(
-            blocks,
-            batch_size=config.train_batch_size,
+        return TasksetScheduler(
+            {e["name"]: open_entry(e) for e in entries},
+            config.train_batch_size,
+            selectors,
             total_epochs=t.epochs,
             seed=config.seed,
             shares=t.shares,
+            operators=["pass_rate_calculator"] if t.operators is None else t.operators,
         )
 
 # %% ../../nbs/lab/03_recipe.ipynb #32cc8581
@@ -315,17 +318,15 @@ def _complete_entry(
     if not isinstance(entry, Mapping) or "path" not in entry:
         raise ValueError(f"An entry of tasks.tasksets needs a path, got {entry!r}.")
     entry = {"name": Path(entry["path"]).stem} | dict(entry) | {"path": locate(entry["path"])}
-    if "format" not in entry:
-        entry.setdefault("prompt", config.tasks.prompt)
-    key = next((k for k in SELECTOR_KEYS if k in entry), "selector")
+    entry.setdefault("prompt", config.tasks.prompt)
     order = "shuffle" if config.tasks.shuffle else "sequential"
-    selector = entry.get(key) or config.tasks.selector or order
+    selector = entry.get("selector") or config.tasks.selector or order
     if callable(selector):
-        return entry | {key: selector}
+        return entry | {"selector": selector}
     selector = {"selector_type": selector} if isinstance(selector, str) else dict(selector)
     several = len(config.tasks.tasksets or ()) > 1  # equal seeds would shuffle equal sizes alike
     seed = seed_of(config.seed, "selector", entry["name"]) if several else config.seed
-    return entry | {key: {"seed": seed} | selector}
+    return entry | {"selector": {"seed": seed} | selector}
 
 # %% ../../nbs/lab/03_recipe.ipynb #dc2145be
 def open_eval(
