@@ -2,6 +2,8 @@
 
 import importlib.util
 import math
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from grpo_nb.applications.motion import (
-    _beat_share,
     _new_model,
-    load_basic_motions,
     motion_config,
     reach,
     reach_policy,
@@ -29,6 +29,9 @@ from grpo_nb.policies.diffusion import DiffusionPolicy, _over_dims
 from grpo_nb.policies.samplers import ddim, ddim_sampler, ddpm, ddpm_sampler, flow_sampler
 from grpo_nb.trainer import GRPO
 from grpo_nb.update import UpdateConfig, check_on_policy, update
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "studies"))
+from motion_beat import _beat_share, load_basic_motions  # noqa: E402
 
 SAMPLERS = {
     "ddpm": ddpm_sampler(6),

@@ -607,17 +607,6 @@ def test_both_forms(tmp_path, clean, text, filtered, kept, surplus, batches):
     assert parse_filter_logs(str(path))[1] == s
 
 
-def test_percent_without_decimals_and_wrong_percent():
-    def read(filtered, percent):
-        text = f"Generated batch 1, 1000 prompts\nFiltered: {filtered} prompts with std=0 ({percent}%)\n"
-        return parse_filter_logs(text + f"Kept: {1000 - filtered} prompts with std>0\n")[1]
-
-    assert read(600, "60")["filtered"] == 600
-    assert read(604, "60")["issues"] == read(601, "60.0")["issues"] == []
-    assert "60% printed, 61.00% counted" in read(610, "60")["issues"][0]
-    assert "60.0% printed" in read(602, "60.0")["issues"][0]
-
-
 def test_steps_are_kept_apart_and_rates_pooled():
     one = "Generated batch 1, 1000 prompts\nFiltered (std=0): 900 (90%)\nKept (std>0): 100 (10%)\n"
     two = "Generated batch 1, 10 prompts\nFiltered (std=0): 0 (0%)\nKept (std>0): 10 (100%)\n"

@@ -18,10 +18,8 @@ _N = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 _PATTERNS = {  # what a line says: the text it is found in, with names for its numbers
     "generated": r"Generated batch (?P<batch>\d+), (?P<prompts>\d+) prompts(?:, (?P<trajectories>\d+) trajectories)?",
     "total": r"Total prompts: (?P<prompts>\d+)",
-    "filtered": r"Filtered(?: \(std=0\): (?=\d+\b)|: (?=\d+ prompts))(?P<filtered>\d+)(?: prompts with std=0)?"
-    rf"(?: \((?P<filtered_printed>{_N})%\))?",
-    "kept": r"Kept(?: \(std>0\): (?=\d+\b)|: (?=\d+ prompts))(?P<kept>\d+)(?: prompts with std>0)?"
-    rf"(?: \((?P<kept_printed>{_N})%\))?",
+    "filtered": r"Filtered(?: \(std=0\): (?=\d+\b)|: (?=\d+ prompts))(?P<filtered>\d+)",
+    "kept": r"Kept(?: \(std>0\): (?=\d+\b)|: (?=\d+ prompts))(?P<kept>\d+)",
     "mean_std": rf"Mean std: (?P<mean_std>{_N}|nan)",
     "accumulated": r"Accumulated(?: prompts)?: (?P<accumulated>\d+)(?: prompts| / (?P<target>\d+))",
     "compared": r"num_prompt_in_batch=(?P<accumulated>\d+) ?[<>]=? ?prompt_bsz=(?P<target>\d+)",
@@ -41,16 +39,16 @@ _HINT = re.compile(  # a line that should have been understood
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #b3788b3d
 def _match_line(line: str) -> list[tuple[str, dict]]:
-    "What a line says, with the numbers in it; a percentage stays the text that was printed."
+    "What a line says, with the numbers in it."
 
-    number = lambda k, v: v if k.endswith("_printed") else int(v) if v.isdigit() else float(v)
+    number = lambda v: int(v) if v.isdigit() else float(v)
     line = re.sub(r"\b(?:np|numpy|tensor)\.?\w*\(([^()]*)\)", r"\1", line)  # np.int64(2)
     line = re.sub(r"(?<=\d),(?=\d{3}\b)", "", line)  # 1,024
     found = []
     for fact, text in _PATTERNS.items():
         if match := re.search(text, line):
             there = {k: v for k, v in match.groupdict().items() if v is not None}
-            found.append((fact, {k: number(k, v) for k, v in there.items()}))
+            found.append((fact, {k: number(v) for k, v in there.items()}))
     return found
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #1c3c4868
@@ -119,13 +117,6 @@ def _take_in(reader: _Reader, fact: str, numbers: dict):
     else:
         reader.note(numbers)
 
-# %% ../../nbs/lab/02_filter_logs.ipynb #85a9efbe
-def _off_by(printed: str | float, right: float, percent: bool) -> bool:
-    "Is a printed rate wrong by more than 0.0015, or half of its last digit?"
-    digits = len(str(printed).partition(".")[2]) + 2 if percent else 9
-    value = float(printed) / (100 if percent else 1)
-    return abs(value - right) > max(0.0015, 0.5 * 10.0**-digits) + 1e-9
-
 # %% ../../nbs/lab/02_filter_logs.ipynb #0f8a312c
 def _complete(row: dict, before: int) -> list[str]:
     "Fill counts that follow from others; their names. `before` groups were in hand."
@@ -145,22 +136,16 @@ def _complete(row: dict, before: int) -> list[str]:
     return inferred
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #fd0fbfa6
-def _batch_row(facts: dict, before: int, number: int, first: bool) -> dict:
-    "One generation batch with its counts completed and checked; groups may have been carried into the first."
-    row, issues = {"batch": number} | facts, []
+def _batch_row(facts: dict, before: int, number: int) -> dict:
+    "One generation batch with its counts completed."
+    row = {"batch": number} | facts
     inferred = [] if "batch" in facts else ["batch"]
     inferred += _complete(row, before)
     prompts, kept, filtered = (row.get(k) for k in ("prompts", "kept", "filtered"))
-    if None not in (prompts, kept, filtered) and kept + filtered != prompts:
-        issues.append(f"{filtered} filtered + {kept} kept is not {prompts}")
-    for name, count in (("filtered", filtered), ("kept", kept)):
-        printed = row.pop(f"{name}_printed", None)
-        if printed is not None and prompts and _off_by(printed, count / prompts, True):
-            issues.append(f"{name} {printed}% printed, {count / prompts:.2%} counted")
-    if not first and kept is not None and row["accumulated"] != before + kept:
-        issues.append(f"{before} + {kept} is not {row['accumulated']}")
+    known = None not in (prompts, kept, filtered)
+    wrong = known and kept + filtered != prompts and f"{filtered} + {kept} is not {prompts}"
     row["filter_rate"] = filtered / prompts if prompts and filtered is not None else math.nan
-    return row | {"inferred": ",".join(inferred), "issues": "; ".join(issues)}
+    return row | {"inferred": ",".join(inferred), "issues": wrong or ""}
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #6c7ee07e
 def _step_rows(step: dict) -> list[dict]:
@@ -169,37 +154,29 @@ def _step_rows(step: dict) -> list[dict]:
     for facts in step["batches"]:
         if facts.keys() - {"batch"}:
             number = facts.get("batch") or number + 1
-            rows.append(_batch_row(facts, before, number, first=not rows))
+            rows.append(_batch_row(facts, before, number))
             before = rows[-1].get("accumulated") or before
     return rows
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #8c817ec8
 def _step_summary(step: dict, rows: list[dict]) -> dict:
-    "Counts of one step, and where the log contradicts itself."
+    "Counts of one step."
     whole = [r for r in rows if r.get("prompts") and r.get("filtered") is not None]
     prompts = sum(r["prompts"] for r in whole)
     filtered = sum(r["filtered"] for r in whole)
-    rate = filtered / prompts if prompts else math.nan
     targets = [r["target"] for r in rows if r.get("target") is not None]
     last = rows[-1].get("accumulated") if rows else None
     counted = max([r["batch"] for r in rows] + [len(rows)])
-    printed, printed_rate = step.get("num_gen_batches"), step.get("filter_rate")
-    issues = []
-    if printed_rate is not None and prompts and _off_by(printed_rate, rate, False):
-        issues.append(f"filter_rate {printed_rate} printed, {rate:.4f} counted")
-    if printed is not None and rows and printed < counted:
-        issues.append(f"{printed:g} generation batches printed, {counted} counted")
-    batches = int(max(printed or 0, counted))
+    batches = int(max(step.get("num_gen_batches") or 0, counted))
     return {
         "num_gen_batches": batches,
         "prompts": prompts,
         "filtered": filtered,
         "kept": sum(r.get("kept") or 0 for r in rows),
-        "filter_rate": rate,
+        "filter_rate": filtered / prompts if prompts else math.nan,
         "surplus": max(last - targets[-1], 0) if targets and last is not None else None,
         "outcome": step["outcome"],
         "missing_batches": batches - len(rows),
-        "issues": "; ".join(issues),
     }
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #82c91b5c
@@ -221,7 +198,7 @@ def _log_summary(rows: list[dict], steps: list[dict], num_lines: int, unread: li
         "outcomes": dict(Counter(s["outcome"] for s in steps)),
         "unread_lines": len(unread),
         "unread": unread,
-        "issues": [x["issues"] for x in (*rows, *steps) if x["issues"]],
+        "issues": [row["issues"] for row in rows if row["issues"]],
         "steps": steps,
         "message": "" if steps else message,
     }
