@@ -82,7 +82,7 @@ def _inverse(std: Tensor, eps: float) -> Tensor:
 
 # %% ../nbs/method/01_advantages.ipynb #d255ae76
 @patch
-def batch_stats(self: GroupedRewards, x_NK: Tensor, ddof: int = 1) -> GroupStats:
+def _batch_stats(self: GroupedRewards, x_NK: Tensor, ddof: int = 1) -> GroupStats:
     "Statistics of all values of the batch."
     x = torch.where(self.ok_NK, x_NK, torch.nan).flatten()
     index = torch.zeros_like(x, dtype=torch.long)
@@ -91,9 +91,9 @@ def batch_stats(self: GroupedRewards, x_NK: Tensor, ddof: int = 1) -> GroupStats
 
 
 @patch
-def whiten(self: GroupedRewards, x_NK: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
+def _whiten(self: GroupedRewards, x_NK: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
     "(x - mean of the batch) / (std of the batch + eps), over responses; exactly 0 where a group is constant."
-    s = self.batch_stats(x_NK, ddof)
+    s = self._batch_stats(x_NK, ddof)
     mean = torch.where(s.mean.abs() <= 1e-12 * s.max.maximum(-s.min), 0.0, s.mean)
     # sums of normalised rewards are of the size of the weights: anything far below is rounding
     noise = 1e-12 * sum(map(abs, self.weights_R)) + 1e-13 * mean.abs()
@@ -216,7 +216,7 @@ def dr_grpo(rewards, group_N, weights=None, **batch) -> Tensor:
 def grpo_batch(rewards, group_N, weights=None, *, eps=1e-4, ddof=1, **batch) -> Tensor:
     "Reward minus the group's mean, over the deviation of all raw rewards of the batch."
     r = grouped_rewards(rewards, group_N, weights, **batch)
-    std = r.batch_stats(r.total_NK, ddof).std
+    std = r._batch_stats(r.total_NK, ddof).std
     return r.result(r.centre(r.total_NK) * _inverse(std, eps))
 
 # %% ../nbs/method/01_advantages.ipynb #242955b7
@@ -246,7 +246,7 @@ def gdpo(
         return grpo(rewards, group_N, weights, eps=eps, ddof=ddof, **batch)
     _warn_one_group(r)
     z_NRK = r.normalise(r.rewards_NRK, eps, ddof)
-    return r.result(r.whiten(weighted_sum(z_NRK, r.weights_R), eps_batch, ddof))
+    return r.result(r._whiten(weighted_sum(z_NRK, r.weights_R), eps_batch, ddof))
 
 # %% ../nbs/method/01_advantages.ipynb #ec5b8316
 @ADVANTAGES.register("mo_grpo")
@@ -324,7 +324,7 @@ def reinforce_pp_baseline(
     d_NK = r.centre(r.total_NK)
     if one_of("level", level, ("response", "token")) == "token":
         return r.result(_whiten_tokens(r, d_NK, lengths_N))
-    return r.result(r.whiten(d_NK, eps_batch, ddof))
+    return r.result(r._whiten(d_NK, eps_batch, ddof))
 
 # %% ../nbs/method/01_advantages.ipynb #80414176
 @ADVANTAGES.register("opo")
@@ -408,12 +408,12 @@ def spread_to_tokens(
 def _advantage_metrics(r: GroupedRewards, values_NK: Tensor, names: Sequence[str]) -> dict:
     "Where the signal is: rewards, constant and dead groups, the share of each component."
     a_NK = torch.where(r.ok_NK, values_NK.double(), torch.nan)
-    total, a = r.batch_stats(r.total_NK), r.batch_stats(a_NK)
+    total, a = r._batch_stats(r.total_NK), r._batch_stats(a_NK)
     out = {"reward": total.mean, "reward_std": total.std}
     for k, name in enumerate(names):
-        s = r.batch_stats(r.rewards_NRK[:, k])
+        s = r._batch_stats(r.rewards_NRK[:, k])
         out |= {f"rewards/{name}/mean": s.mean, f"rewards/{name}/std": s.std}
-    out |= {"adv/abs_mean": r.batch_stats(a_NK.abs()).mean, "adv/std": a.std}
+    out |= {"adv/abs_mean": r._batch_stats(a_NK.abs()).mean, "adv/std": a.std}
     out |= {"adv/min": a.min, "adv/max": a.max}
     # of this process, if there are several
     out["adv/distinct"] = len((a_NK[r.ok_NK] * 1e6).round().unique())

@@ -240,7 +240,7 @@ def _send(self: _Worker) -> None:
 
 # %% ../nbs/method/02_reward_workers.ipynb #0cba9c4a
 @patch
-def exchange(self: _Worker) -> bool:  # False: the other end is closed
+def _exchange(self: _Worker) -> bool:  # False: the other end is closed
     "Send and receive what is possible without waiting; what was received is in `messages`."
     self._send()
     try:
@@ -383,7 +383,7 @@ def _dispatch(self: WorkerPool) -> None:
 @patch
 def _poll(self: WorkerPool, w: _Worker, heard: bool) -> None:
     "Exchange what is there with one worker; end it if it is gone, late or talks nonsense."
-    alive = not heard or w.exchange()
+    alive = not heard or w._exchange()
     try:
         for message in w.messages():
             self._receive(w, message)

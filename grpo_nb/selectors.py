@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SELECTORS', 'TaskSelectorConfig', 'BaseSelector', 'check_chosen', 'make_selector', 'SequentialSelector',
-           'ShuffleSelector', 'RandomSelector', 'easy_to_hard', 'OfflineEasy2HardSelector', 'nearest', 'gumbel_top_k',
+           'ShuffleSelector', 'RandomSelector', 'easy_to_hard', 'OfflineEasy2HardSelector', 'nearest',
            'EstimatorSelector', 'DifficultyBasedSelector', 'ThompsonSelector', 'learnability', 'LearnabilitySelector',
            'GresoSelector']
 
@@ -357,7 +357,7 @@ def nearest(
     return tasks[np.lexsort((tasks, distance))[:k]]
 
 # %% ../nbs/method/02_selectors.ipynb #5022984e
-def gumbel_top_k(
+def _gumbel_top_k(
     logits: np.ndarray,  # (N,) log-weights
     k: int,  # how many
     rng: np.random.Generator,
@@ -438,7 +438,7 @@ class DifficultyBasedSelector(EstimatorSelector):
             return nearest(np.arange(self.num_tasks), -scores, batch_size)
         if self.options.method == "parity":
             return self._multinomial(scores / tau, batch_size)
-        return gumbel_top_k(scores / tau, batch_size, self.generator("gumbel"))
+        return _gumbel_top_k(scores / tau, batch_size, self.generator("gumbel"))
 
     def info(self, indices):
         mean = self.estimator.mean(indices)
@@ -477,13 +477,13 @@ class ThompsonSelector(EstimatorSelector):
 
     def pick(self, batch_size):
         rng, o = self.generator("thompson"), self.options
-        tasks = self.candidates(batch_size, rng)
+        tasks = self._candidates(batch_size, rng)
         x = rng.beta(*self.estimator.posterior(tasks))
         return nearest(tasks, np.abs(x - o.target), batch_size)
 
 
 @patch
-def candidates(self: ThompsonSelector, batch_size: int, rng: np.random.Generator) -> np.ndarray:
+def _candidates(self: ThompsonSelector, batch_size: int, rng: np.random.Generator) -> np.ndarray:
     "A random pool, in random order."
     pool = self.options.pool
     size = self.num_tasks if pool is None else min(self.num_tasks, pool * batch_size)
@@ -513,11 +513,11 @@ class LearnabilitySelector(ThompsonSelector):
 
     def pick(self, batch_size):
         rng, o = self.generator("learnability"), self.options
-        tasks = self.candidates(batch_size, rng)
+        tasks = self._candidates(batch_size, rng)
         score = learnability(*self.estimator.posterior(tasks))
         if o.tau == 0:  # ties in the pool's random order
             return tasks[np.argsort(-score, kind="stable")[:batch_size]]
-        return tasks[gumbel_top_k(np.log(score + 1e-6) / o.tau, batch_size, rng)]
+        return tasks[_gumbel_top_k(np.log(score + 1e-6) / o.tau, batch_size, rng)]
 
 # %% ../nbs/method/02_selectors.ipynb #87ae9033
 @SELECTORS.register_module("greso")
@@ -542,7 +542,7 @@ class GresoSelector(BaseSelector):
 
 # %% ../nbs/method/02_selectors.ipynb #64cd6802
 @patch
-def keep_probability(self: GresoSelector, indices: np.ndarray) -> np.ndarray:
+def _keep_probability(self: GresoSelector, indices: np.ndarray) -> np.ndarray:
     "Probability that a task is not skipped."
     z = self.streak[indices].astype(np.float64)
     p = np.where(z > 0, self.p["easy"], self.p["hard"])
@@ -556,7 +556,7 @@ def pick(self: GresoSelector, batch_size):
     while len(chosen) < batch_size:
         start, left = self.walk.current_index, batch_size - len(chosen)
         tasks = self.walk.get_indices(max(2 * left, 8))
-        kept = np.flatnonzero(rng.random(len(tasks)) < self.keep_probability(tasks))[:left]
+        kept = np.flatnonzero(rng.random(len(tasks)) < self._keep_probability(tasks))[:left]
         chosen = np.concatenate([chosen, tasks[kept]])
         seen = int(kept[-1]) + 1 if len(kept) == left else len(tasks)
         self.walk.current_index = start + seen

@@ -17,8 +17,8 @@ from grpo_nb.core import Rollout
 from grpo_nb.list_parsing import (
     ListParser,
     Titles,
+    _parse_list,
     _read_item,
-    parse_list,
     parse_rollout,
     stack_lists,
     token_pieces,
@@ -76,7 +76,7 @@ def facts(parsed):
 @given(answer, st.lists(st.integers(0, 500), max_size=25), st.booleans())
 def test_items_do_not_depend_on_the_tokens(text, cuts, prose):
     rules = dict(prose=prose)
-    whole, split = parse_list(text, 4, **rules), parse_list(cut(text, cuts), 4, **rules)
+    whole, split = _parse_list(text, 4, **rules), _parse_list(cut(text, cuts), 4, **rules)
     assert facts(whole) == facts(split)
     assert whole.parse_error == split.parse_error
 
@@ -84,7 +84,7 @@ def test_items_do_not_depend_on_the_tokens(text, cuts, prose):
 @FAST
 @given(answer, st.lists(st.integers(0, 500), max_size=25))
 def test_spans_are_disjoint_and_ordered(text, cuts):
-    parsed = parse_list([*cut(text, cuts), None], 3)
+    parsed = _parse_list([*cut(text, cuts), None], 3)
     ends = [0]
     for item in parsed.items:
         assert ends[-1] <= item.token_start <= item.token_end
@@ -100,11 +100,11 @@ def test_spans_are_disjoint_and_ordered(text, cuts):
 @given(answer, st.lists(st.integers(0, 500), max_size=25))
 def test_every_character_of_an_item_belongs_to_an_item(text, cuts):
     pieces = cut(text, cuts)
-    parsed = parse_list(pieces, 50, prose=False)
+    parsed = _parse_list(pieces, 50, prose=False)
     for piece, item in zip(pieces, parsed.item_of_token_S):
         if any(c.isalnum() for c in piece):
             assert item >= 0
-    single = parse_list(
+    single = _parse_list(
         list(text), 50, prose=False
     )  # one token per character: exact text of each item
     for rank, item in enumerate(single.items):
@@ -116,7 +116,7 @@ def test_every_character_of_an_item_belongs_to_an_item(text, cuts):
 @FAST
 @given(answer, st.lists(st.integers(0, 500), max_size=25), st.integers(0, 2**31))
 def test_advantage_mass_is_kept(text, cuts, seed):
-    parsed = stack_lists([parse_list(cut(text, cuts), 4)], width=40)
+    parsed = stack_lists([_parse_list(cut(text, cuts), 4)], width=40)
     adv_NK = torch.rand(1, 4, generator=torch.Generator().manual_seed(seed)).double()
     tokens_K = torch.bincount(parsed.item_NS[0] + 1, minlength=5)[1:]
     total = spread_to_tokens(adv_NK, torch.ones(1, 40), parsed.item_NS).sum()
@@ -153,7 +153,7 @@ def test_pieces_of_a_byte_level_tokenizer_join_to_the_text():
     assert pieces[len(ids) :] == [None] * 3
     assert "".join(pieces[: len(ids)]) == text == tokenizer.decode(ids)
     assert "" in pieces  # bytes of a character that a later token completes
-    parsed = parse_list(pieces, 3)
+    parsed = _parse_list(pieces, 3)
     assert [x.title for x in parsed.items] == ["千と千尋の神隠し", "Amélie", "🎬🎞 Heat"]
     for item in parsed.items:
         span = tokenizer.decode(ids[item.token_start : item.token_end])
@@ -359,7 +359,7 @@ def test_one_text_is_one_film():
     assert reward(**call, relevant=["Heat (1995)"]) == [[1, 0]]
     assert reward(**call, relevant=["Heat (1995)"], seen=["heat"]) == [[0, 0]]
     assert [i.status for i in ListParser(2, "Heat (1995)")(text).items] == ["ok", "unknown"]
-    assert parse_list(text, 2, seen="Heat (1995)").items[0].status == "seen"
+    assert _parse_list(text, 2, seen="Heat (1995)").items[0].status == "seen"
     metrics = ranking_metrics(
         [parser(text)], ["Heat (1995)"], ["x"], SafetyOracle({"Heat (1995)": {"x": 1}}, "safe")
     )

@@ -25,9 +25,9 @@ from ..files import Lock, plain
 from .frames import flat_keys
 from .progress import display_mode
 from .record import environment
-from .runs import FailedRun, Job, digest, finished, result_of, run_job
+from .runs import FailedRun, Job, digest, finished, _result_of, run_job
 from .spec import Spec, plan_runs
-from .study import KEEP, Study, at_the_edge, check_metric, final_score, is_lower
+from .study import KEEP, Study, at_the_edge, check_metric, final_score, _is_lower
 from ..processes import end_with_parent, say
 
 # %% ../../nbs/lab/08_compare.ipynb #00375e40
@@ -59,7 +59,7 @@ class Workers(ThreadPoolExecutor):
             self.local.pool.shutdown(kill_workers=True)
             self.local.pool = None
             why = f"The process of this run died (killed, out of memory, or a crash): {e}"
-            return result_of(job, status="failed", error=why.splitlines()[0])
+            return _result_of(job, status="failed", error=why.splitlines()[0])
 
     def shutdown(self, wait=True, cancel_futures=False, kill: bool = False):
         "End the processes; `kill`: at once."
@@ -122,7 +122,7 @@ def _choose(spec: Spec, variant: str, runs: Iterable[Mapping]) -> dict:
         raise ValueError(
             f"Every tuning run of variant {variant!r} failed or lacks {spec.metric!r}: there is nothing to choose from."
         )
-    best = np.nanargmin if is_lower(spec.metric, spec.lower_is_better) else np.nanargmax
+    best = np.nanargmin if _is_lower(spec.metric, spec.lower_is_better) else np.nanargmax
     return options[int(best(means))]
 
 # %% ../../nbs/lab/08_compare.ipynb #8f188e73
@@ -207,7 +207,7 @@ def _run_study(spec: Spec, executor: Executor | None) -> Study:
 def _question(spec: Mapping[str, Any]) -> dict[str, Any]:
     "What a stored study has to share with a new one, by dotted key."
     # which end of the metric tuning has chosen is all that directions change in the runs
-    lowest = bool(spec["tune"]) and is_lower(spec["metric"], spec.get("lower_is_better", ()))
+    lowest = bool(spec["tune"]) and _is_lower(spec["metric"], spec.get("lower_is_better", ()))
     shown = ("lower_is_better", "functions")
     return flat_keys({k: v for k, v in spec.items() if k not in shown}) | {
         "lower_is_better": lowest

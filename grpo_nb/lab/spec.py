@@ -24,7 +24,7 @@ from ..files import hide_secrets, plain
 from .budgets import to_budget
 from .frames import flat_keys
 from .recipe import GRPOConfig, load_config, open_eval
-from .runs import REWARD_KEYS, Job, base_changes, make_options, registered, run_config
+from .runs import REWARD_KEYS, Job, _base_changes, _make_options, registered, run_config
 from .session import functions_in
 from .study import MEAN
 
@@ -56,7 +56,7 @@ def _check_variants(variants: Mapping[str, Mapping]) -> None:
                 f"Variant {name!r} sets {key!r}, which is the same for all variants: set it in the base, or "
                 "through seeds, budget, threads and dir."
             )
-        _refuse_functions(f"Variant {name!r}", make_options(keys)[0])
+        _refuse_functions(f"Variant {name!r}", _make_options(keys)[0])
 
 # %% ../../nbs/lab/07_spec.ipynb #0e569da6
 def _open_base(base: str | Path | Mapping | GRPOConfig | None) -> GRPOConfig:
@@ -162,7 +162,7 @@ def _check_tasks(self: Spec) -> None:
 @patch
 def _check_keys(self: Spec, name: str, overrides: Mapping[str, Any]) -> None:
     "Keys of the configuration by building one, keywords of `make` by its signature."
-    keys, options = make_options(overrides) if self.make else (overrides, {})
+    keys, options = _make_options(overrides) if self.make else (overrides, {})
     config = run_config(self.base, keys, 0, self.budget)
     if self.make is None:
         return
@@ -207,7 +207,7 @@ def tree(self: Spec) -> dict:
     tuning = {"values": self.tune, "seeds": self.tune_seeds, "tasks": self.tune_tasks}
     tree = {
         "variants": self.variants,
-        "base": base_changes(self.base),
+        "base": _base_changes(self.base),
         "seeds": self.seeds,
         "budget": written(self.budget),
         "eval_every": written(self.eval_every),
