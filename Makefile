@@ -74,13 +74,13 @@ wheel: $(STAMP) ## build the wheel in dist/, and try it: a fresh environment, an
 	dist/venv/bin/python -m pip install -q dist/*.whl
 	cd dist/empty && env -u PYTHONPATH ../venv/bin/grpo-nb demo 'compare.budget={samples: 512}'
 
-verl: $(STAMP) ## our estimators inside the real verl (its own environment, three minutes)
+verl: $(STAMP) ## our estimators, losses and trainer inside the real verl (its own environment, three minutes)
 	$(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/python -m pip install -q --disable-pip-version-check `grep '^torch==' constraints.txt`
 	.venv-verl/bin/python -m pip install -q --disable-pip-version-check numpy==2.4.6 transformers==5.10.4
 	.venv-verl/bin/python -m pip install -q --disable-pip-version-check --no-deps verl==0.9.1 -e .
-	.venv-verl/bin/python -m pip install -q --disable-pip-version-check ray==2.60.0 tensordict==0.10.0 codetiming==1.4.0 hydra-core==1.3.8 omegaconf==2.3.1 dill==0.4.1 pandas==3.1.1 pyarrow==26.0.1 datasets==5.2.0 peft==0.21.2 pylatexenc==2.11 torchdata==0.11.0 accelerate==1.15.0 pillow cachetools pybind11 tensorboard wandb uvicorn fastapi fastcore scipy filelock jinja2
-	.venv-verl/bin/python tests/peers/inside_verl.py
+	.venv-verl/bin/python -m pip install -q --disable-pip-version-check ray==2.60.0 tensordict==0.10.0 codetiming==1.4.0 hydra-core==1.3.8 omegaconf==2.3.1 dill==0.4.1 pandas==3.1.1 pyarrow==26.0.1 datasets==5.2.0 peft==0.21.2 pylatexenc==2.11 torchdata==0.11.0 accelerate==1.15.0 pillow cachetools pybind11 tensorboard wandb uvicorn fastapi fastcore scipy filelock jinja2 TransferQueue==0.1.10 pyzmq msgspec aiohttp
+	RAY_AUTH_MODE=disabled VERL_USE_EXTERNAL_MODULES=grpo_nb.integrations.verl .venv-verl/bin/python tests/peers/inside_verl.py
 
 hooks: $(STAMP) ## git hooks: clean notebooks on save, merge them cell by cell
 	$(BIN)/nbdev_install_hooks

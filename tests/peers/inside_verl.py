@@ -1,18 +1,29 @@
-"""Our estimators through verl's own `compute_advantage`: `make verl` runs this with the real verl 0.9.1.
+"""Our estimators, losses and trainer through verl's own functions: `make verl` runs this with the real verl 0.9.1.
 
-python tests/peers/inside_verl.py
+RAY_AUTH_MODE=disabled VERL_USE_EXTERNAL_MODULES=grpo_nb.integrations.verl python tests/peers/inside_verl.py OUT.json
 """
 
+import json
+import sys
+
 import numpy as np
+import ray
 import torch
+import transfer_queue
 import verl
+from omegaconf import OmegaConf
+from torchdata.stateful_dataloader import StatefulDataLoader
 from verl import DataProto
 from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_policy_loss_fn
 from verl.trainer.ppo.ray_trainer import compute_advantage
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from grpo_nb.advantages import ADVANTAGES, AdvantageConfig, compute_advantages
 from grpo_nb.integrations.verl import kept
+from grpo_nb.selectors import make_selector
 
 
 def batch(seed, n=48, length=7):
@@ -29,6 +40,128 @@ def batch(seed, n=48, length=7):
     ).float()
     tensors = {"token_level_rewards": total, "response_mask": mask}
     return DataProto.from_dict(tensors, non_tensors={"uid": uid, "acc": acc, "fmt": fmt}), lengths
+
+
+RECORD = {"verl": verl.__version__, "losses": {}, "advantages": {}}
+SAME = {"ppo": "vanilla", "gspo": "gspo", "cispo": "cispo", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "geo_mean": "geo_mean",
+        "reinforce": "gpg", "dro": "dro"}  # fmt: skip
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def losses():
+    "Our losses as verl calls them: value and gradient are those of its own of the same name."
+    compared = 0
+    for seed in range(3):
+        g = torch.Generator().manual_seed(seed)
+        old = -torch.rand(12, 9, generator=g) - 0.1
+        advantages = torch.randn(12, 1, generator=g).expand(12, 9).contiguous()
+        mask = (torch.arange(9) < torch.randint(1, 10, (12, 1), generator=g)).float()
+        step = 0.2 * torch.randn(12, 9, generator=g)
+        if seed == 0:
+            RECORD["loss_inputs"] = [x.tolist() for x in (old, old + step, advantages, mask)]
+        for ours, theirs in SAME.items():
+            config = ActorConfig(
+                strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=4, clip_ratio_low=0.1, clip_ratio_high=0.28,
+                policy_loss=PolicyLossConfig(dro_beta=0.5 if ours == "dro" else None),
+            )  # fmt: skip
+            for mode in MODES if ours not in ("geo_mean", "gspo") else ("seq-mean-token-mean",):
+                found = []
+                for name in (f"grpo_nb.{ours}", theirs):
+                    logp = (old + step).requires_grad_()
+                    f = get_policy_loss_fn(name)
+                    loss, _ = f(old, logp, advantages, mask, mode, config)
+                    loss.backward()
+                    found += [(loss.detach(), logp.grad * mask)]
+                if seed == 0 and mode == "token-mean":
+                    RECORD["losses"][ours] = found[1][0].item()
+                for a, b in zip(*found):
+                    torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5, msg=f"{ours} {mode}")
+                compared += 1
+    return compared
+
+
+def default_trainer():
+    "The registered trainer of the default kind, through verl's own transfer queue and `_compute_advantage`."
+    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False)
+    transfer_queue.init()
+    n, data = 48, batch(7)[0]
+    mask, scores = data.batch["response_mask"], data.batch["token_level_rewards"]
+    lengths, uid = mask.sum(1).int().tolist(), data.non_tensor_batch["uid"]
+    acc, fmt = data.non_tensor_batch["acc"], data.non_tensor_batch["fmt"]
+    rows = [
+        {
+            "uid": uid[i],
+            "response_mask": mask[i, : lengths[i]].long(),
+            "rm_scores": scores[i, : lengths[i]],
+            "old_log_probs": torch.zeros(lengths[i]),
+            "rollout_log_probs": torch.zeros(lengths[i]),
+            "extra_fields": {
+                "reward_extra_info": {"acc": acc[i], "fmt": None if np.isnan(fmt[i]) else fmt[i]}
+            },
+        }
+        for i in range(n)
+    ]
+    keys = [f"{uid[i]}_{i}_0" for i in range(n)]
+    put = transfer_queue.kv_batch_put(
+        keys=keys, partition_id="train", fields=list_of_dict_to_tensordict(rows)
+    )
+    trainer = object.__new__(get_trainer_cls("grpo_nb"))
+    rollout = OmegaConf.create({"rollout": {"n": 6}})
+    trainer.config = OmegaConf.create({"actor_rollout_ref": rollout}, flags={"allow_objects": True})
+    trainer.config.algorithm = OmegaConf.create(
+        {"use_kl_in_reward": False, "adv_estimator": "grpo_nb.gdpo", "gamma": 1.0, "lam": 1.0,
+         "gdpo_reward_keys": ["acc", "fmt"], "gdpo_reward_weights": [1.0, 0.5]}
+    )  # fmt: skip
+    trainer._compute_advantage(put, {})
+    got = transfer_queue.kv_batch_get(keys=keys, partition_id="train", select_fields=["advantages"])
+    ids = torch.from_numpy(np.unique(uid, return_inverse=True)[1])
+    how = AdvantageConfig(mode="gdpo", weights=[1.0, 0.5], eps=1e-6)
+    want = compute_advantages(torch.from_numpy(np.stack([acc, fmt], 1)), ids, ["acc", "fmt"], how)
+    for values, number in zip(got["advantages"], want.values):
+        torch.testing.assert_close(values, number.float().expand(len(values)), atol=1e-6, rtol=0)
+    sync = object.__new__(get_trainer_cls("sync"))
+    sync.config = trainer.config
+    try:
+        sync._compute_advantage(put, {})
+    except ValueError as e:
+        assert "trainer.v1.trainer_mode=grpo_nb" in str(e)
+    else:
+        raise AssertionError("components that were not fetched were ignored")
+    transfer_queue.close()
+    ray.shutdown()
+
+
+class Chosen(torch.utils.data.Sampler):
+    def __init__(self, dataset, config):
+        self.selector = make_selector(dataset, config)
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield int(self.selector.get_indices(1)[0])
+
+    def __len__(self):
+        return self.selector.num_tasks
+
+    def update(self, batch, metric="acc"):  # a DataProto with rewards
+        index, value = (batch.non_tensor_batch[k] for k in ("index", metric))
+        self.selector.feedback(index.astype(int), value.astype(float))
+
+
+def sampler():
+    "A selector chooses what verl's data loader reads, and hears of every batch."
+    rows = [{"prompt": str(i)} for i in range(64)]
+    chosen = Chosen(rows, {"selector_type": "thompson", "seed": 1})
+    loader = StatefulDataLoader(rows, 8, sampler=chosen, num_workers=0, collate_fn=list)
+    drawn = []
+    for _ in range(12):
+        for part in loader:
+            index = np.repeat([int(r["prompt"]) for r in part], 8)
+            acc = np.where(index < 32, 1.0, np.tile([0.0, 1.0], len(index) // 2))
+            chosen.update(DataProto.from_dict(non_tensors={"index": index, "acc": acc}))
+            drawn += index[::8].tolist()
+    late = np.array(drawn[len(drawn) // 2 :])
+    assert (late >= 32).mean() > 0.8, (late >= 32).mean()  # not those that are always solved
+    return len(drawn)
 
 
 def main():
@@ -50,6 +183,8 @@ def main():
             how = AdvantageConfig(mode=mode, weights=[1.0, 0.5], eps=1e-6)
             want = compute_advantages(x, ids, keys, how, lengths_N=torch.from_numpy(lengths)).values
             mask = out.batch["response_mask"]
+            if seed == 0:
+                RECORD["advantages"][mode] = out.batch["advantages"].tolist()
             torch.testing.assert_close(
                 out.batch["advantages"], want[:, None] * mask, atol=1e-6, rtol=0
             )
@@ -77,8 +212,21 @@ def main():
     else:
         raise AssertionError("missing components were ignored")
     print(
+        f"{losses()} losses equal verl's own in value and gradient; a sampler drew {sampler()} tasks"
+    )
+    default_trainer()
+    print("the default trainer fetches the components through its own queue, and refuses without")
+    print(
         f"verl {verl.__version__}: {len(names)} estimators registered, {compared} batches of its compute_advantage equal ours"
     )
+    if len(sys.argv) > 1:
+        data, _ = batch(0)
+        RECORD["advantage_inputs"] = [
+            data.batch[k].tolist() for k in ("token_level_rewards", "response_mask")
+        ]
+        RECORD["columns"] = {k: v.tolist() for k, v in data.non_tensor_batch.items()}
+        with open(sys.argv[1], "w") as f:
+            json.dump(RECORD, f)
 
 
 if __name__ == "__main__":
