@@ -27,7 +27,7 @@ $(STAMP): constraints.txt settings.ini setup.py
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $(STAMP)
 
-demo: $(STAMP) ## train the embedded model on sums and compare before and after
+demo: $(STAMP) ## two short comparisons, motion and sums: pictures, three sentences, a report
 	$(BIN)/grpo-nb demo --threads $(THREADS)
 
 test: $(STAMP) ## everything that must hold: notebooks, lint, tests, docs

@@ -25,8 +25,8 @@ def readme() -> str:
         if cell.cell_type == "markdown":
             if source.startswith("---"):
                 continue
-            # in the docs a notebook is a page, in the README it is a file
-            out.append(re.sub(r"\]\((?!https?:|#)([\w./-]+)\.ipynb\)", r"](nbs/\1.ipynb)", source))
+            # links of the docs start in nbs/, those of the README above it
+            out.append(re.sub(r"\]\((?!https?:|#)([\w./-]+\.(ipynb|png))\)", r"](nbs/\1)", source))
         elif cell.cell_type == "code":
             code = "\n".join(x for x in source.splitlines() if not x.startswith("#|"))
             out.append(f"```python\n{code.strip()}\n```")

@@ -26,7 +26,7 @@ def rooms() -> dict[str, tuple[str, int]]:
             continue
         folder = path.relative_to(ROOT / "nbs").parts[0]
         number = re.match(r"\d+", path.name)
-        floor = int(number[0]) if number else 7
+        floor = int(number[0]) if number else 5
         out[module[1]] = (folder if folder in WINGS else "outside", floor)
     return out
 

@@ -8,32 +8,28 @@ __all__ = ['train', 'main']
 # %% ../nbs/07_cli.ipynb #2891421e
 import argparse
 import dataclasses
-import json
-import math
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from fastcore.docments import docments
 
 from . import __version__
 from .config import check_number, describe, one_of, override
+from .demo import demo_report, judge_with_fan
 from .evaluate import Scores
-from .files import free_path, hide_secrets, plain, write_atomic
+from .files import free_path, hide_secrets, plain
 from .integrations.coming_from import read_settings
-from .lab.budgets import Budget, Samples, Seconds, Steps, to_budget
-from .lab.compare import Workers, carry_out, compare
+from .lab.compare import compare
 from .lab.filter_logs import format_summary, parse_filter_logs
 from .lab.recipe import GRPOConfig, load_config, read_tree
 from .files import RunLocked
 from .lab.frames import flat_keys
 from .lab.runs import FailedRun
-from .lab.spec import Spec, plan_runs
+from .lab.spec import Spec
 from .lab.study import Study
 from .lab.what_if import what_if
 from .processes import say
@@ -135,7 +131,6 @@ _BLOCK = {
     "variants": "name: keys that it sets",
     "base": "keys of the recipe that are set otherwise for the comparison",
     "common": "keys that every variant sets",
-    "seconds": "training seconds of the whole study; a machine too slow for it gets a smaller budget of samples or steps",
     "baseline": "variant that the others are compared with",
     "margin": "differences of the score below it do not matter",
     "workers": "processes",
@@ -161,61 +156,7 @@ def _read_block(block: Mapping[str, Any]) -> dict[str, Any]:
     common = flat_keys(out.pop("common", {}))
     out["variants"] = {str(k): common | flat_keys(v or {}) for k, v in out["variants"].items()}
     one_of("compare.baseline", out.get("baseline", next(iter(out["variants"]))), out["variants"])
-    check_number("compare.seconds", out.get("seconds", 1), 0, above=True)
     return out
-
-# %% ../nbs/07_cli.ipynb #9407a534
-def _affordable(
-    budget: Budget,  # of samples or steps
-    per_step: Sequence[float],  # seconds of a step of each variant
-    samples: Sequence[int],  # samples of a step of each variant
-    runs: int,  # of each variant
-    seconds: float,  # allowed for all of them
-    workers: int = 1,
-) -> tuple[Budget, float]:  # the budget, smaller if need be; seconds expected for it
-    "The budget that fits into the seconds."
-    size = samples if budget.unit == "samples" else [1] * len(samples)
-    rate = sum(t / n for t, n in zip(per_step, size)) * runs / workers  # seconds per unit, all runs
-    if seconds / rate < budget.n:
-        unit = math.ceil(max(size))
-        budget = type(budget)(max(int(seconds / rate // unit), 1) * unit)
-    return budget, budget.n * rate
-
-# %% ../nbs/07_cli.ipynb #e0747161
-def _step_costs(spec: Spec, workers: int) -> tuple[list[float], list[float]]:
-    "Seconds and samples of a step of each variant, measured on this machine."
-    short = {"base": override(spec.base, {"eval.limit": 1}), "seeds": [0], "tune": {}, "dir": None}
-    short |= {"budget": Steps(4), "eval_every": spec.eval_every and Steps(4)}
-    jobs = plan_runs(dataclasses.replace(spec, **short), dict.fromkeys(spec.variants, {}))
-    with ExitStack() as stack:
-        pool = stack.enter_context(Workers(workers, spec.threads)) if workers > 1 else None
-        runs = list(carry_out(jobs, pool))
-    for r in runs:
-        if r["status"] != "done":
-            raise ValueError(f"{r['variant']} cannot be trained: {r['error'].splitlines()[-1]}")
-    spent = [np.sum([r["curve"][c][1:] for c in Seconds.counters], 0) for r in runs]
-    per_step = [float(np.median(np.diff(s))) for s in spent]  # after the first, which warms up
-    return per_step, [r["curve"]["n_rollouts_generated"][-1] / 4 for r in runs]
-
-# %% ../nbs/07_cli.ipynb #129aae35
-def _fitted_budget(spec: Spec, seconds: float, workers: int) -> Budget:
-    "Say what the study will take; its folder keeps the answer, so that a continued study keeps its budget."
-    budget, file = spec.budget, Path(spec.dir, "budget.json")
-    if not isinstance(budget, (Samples, Steps)):
-        raise ValueError(f"compare.seconds goes with a budget of samples or steps, not {budget}.")
-    asked = [str(budget), seconds, sorted(spec.variants), len(spec.seeds), workers, spec.threads]
-    if file.exists() and (old := json.loads(file.read_text()))["asked"] == asked:
-        return to_budget(old["budget"])
-    runs = len(spec.seeds)
-    fit, expected = _affordable(budget, *_step_costs(spec, workers), runs, seconds, workers)
-    why = f" instead of {budget}, so that it ends in time on this machine" if fit != budget else ""
-    say(
-        f"{runs * len(spec.variants)} runs of {fit}{why}: about {expected:.0f} s of training on {workers} processes, "
-        "then evaluation"
-    )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, json.dumps({"asked": asked, "budget": fit.tree()}))
-    return fit
 
 # %% ../nbs/07_cli.ipynb #474eca4e
 def _open_block(
@@ -239,7 +180,7 @@ def _open_block(
 def _compare(
     recipe: str | Path,  # YAML file with a compare block
     overrides: Sequence[str] = (),  # of the base, or compare.key=value of the block
-    **given,  # dir, workers, threads: instead of the block's
+    **given,  # dir, workers, threads: instead of the block's; evaluate
 ) -> tuple[Study, Path | None]:  # the study, and its report if it is finished
     "Run the comparison of a recipe, print its table and write its report."
     config, block = _open_block(recipe, overrides)
@@ -248,21 +189,16 @@ def _compare(
     # what the command line says comes last
     config = override(config, flat_keys(block.pop("base", {})))
     config = override(config, [o for o in overrides if not o.startswith("compare.")])
-    title, seconds = str(block.pop("title", "Comparison")), block.pop("seconds", None)
+    title = str(block.pop("title", "Comparison"))
     shown = {k: block.pop(k) for k in ("baseline", "margin") if k in block}
-    dir, workers = (
-        Path(block["dir"]),
-        check_number("compare.workers", block["workers"], 1, whole=True),
-    )
-    # mistakes are told before anything is trained, also for the budget
+    dir = Path(block["dir"])
+    check_number("compare.workers", block["workers"], 1, whole=True)
     try:
         spec = Spec(base=config, **{k: v for k, v in block.items() if k != "workers"})
     except ValueError as e:  # with the key as it is written in the recipe
         raise ValueError(f"compare.{e}" if str(e).split()[0] in block else str(e)) from None
     seeds = ", ".join(map(str, spec.seeds))
     say(f"{title}: {', '.join(spec.variants)}; seeds {seeds}; {spec.budget} per run")
-    if seconds:
-        block["budget"] = _fitted_budget(spec, float(seconds), workers)
     study = compare(base=config, **block)
     study.save(dir / "study.json")
     return study, None if study.unfinished else _show(study, dir, title, shown)
@@ -279,6 +215,25 @@ def _show(study: Study, dir: Path, title: str, shown: Mapping[str, str]) -> Path
     table.frame.to_csv(dir / "table.csv", index=False)
     say(f"\nReport: {report} (open it in a browser); every run's record is beside it.")
     return report
+
+# %% ../nbs/07_cli.ipynb #2c28755e
+def _demo(
+    dir: Path,
+    overrides: Sequence[str] = (),  # of both comparisons, as for `_compare`
+    **how,  # workers, threads
+) -> bool:  # whether it is finished
+    "Two comparisons, each with its report, and what they say together."
+    studies = {}
+    for act, recipe, more in (
+        ("motion", "motion", {"evaluate": judge_with_fan}),
+        ("sums", "quickstart", {}),
+    ):
+        recipe = data_path(f"recipes/{recipe}.yaml")
+        studies[act], report = _compare(recipe, overrides, dir=dir / act, **how, **more)
+        if report is None:
+            return False
+    say(demo_report(dir, **studies))
+    return True
 
 # %% ../nbs/07_cli.ipynb #6312733f
 def _documented_yaml(config) -> str:
@@ -339,7 +294,7 @@ def _make_parser() -> _Parser:
         ("train", "run a recipe"),
         ("config", "print a recipe with defaults and docs"),
         ("compare", "run the comparison in a recipe's compare block"),
-        ("demo", "compare single with multi epoch and GRPO with GDPO on the embedded model"),
+        ("demo", "two short comparisons: motion and sums"),
     ):
         s = sub.add_parser(name, help=text)
         if name == "compare":
@@ -403,13 +358,16 @@ def _run_command(a: argparse.Namespace) -> int:
     elif a.command is None:
         _make_parser().print_help()
     else:
-        how = {"dir": a.dir, "workers": a.workers, "threads": a.threads}
         if a.command == "demo":
-            a.recipe = data_path("recipes/quickstart.yaml")
             workers = a.threads if a.workers is None else a.workers
             reported = lambda folder: (folder / "report.html").exists()
-            how = {"dir": free_path(a.dir or "runs/demo", reported), "workers": workers}
-        return 130 if _compare(a.recipe, a.overrides, **how)[1] is None else 0
+            finished = _demo(
+                free_path(a.dir or "runs/demo", reported), a.overrides, workers=workers
+            )
+        else:
+            how = {"dir": a.dir, "workers": a.workers, "threads": a.threads}
+            finished = _compare(a.recipe, a.overrides, **how)[1] is not None
+        return 0 if finished else 130
     return 0
 
 # %% ../nbs/07_cli.ipynb #e54e9a64

@@ -9,7 +9,7 @@ __all__ = ['pass_at_k', 'EvalConfig', 'Scores', 'evaluate']
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -56,6 +56,7 @@ class Scores:
     n_tasks: int
     n_samples: int
     passed: tuple[str, ...] = ()  # the rewards that decide
+    by_task: dict[str, np.ndarray] = field(default_factory=dict)  # name: (P,) score of each task
 
     def metrics(self) -> dict[str, float]:
         "The means, under the names of a row of metrics."
@@ -103,7 +104,7 @@ def evaluate(
         if samples:
             rollout = rewards(policy.sample(tasks, samples, seeded(seed, "eval")))
             scores |= _sampled_scores(rollout, samples, k, weights, passed)
-    return Scores(_with_intervals(scores, parts), len(tasks), samples, passed)
+    return Scores(_with_intervals(scores, parts), len(tasks), samples, passed, scores)
 
 # %% ../nbs/method/03_evaluate.ipynb #2cca782c
 def _parts(tasks, limit: int | None) -> dict[str, list]:

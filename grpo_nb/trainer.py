@@ -69,7 +69,8 @@ class GRPO:
         | Rollout
         | None = None,  # tasks, samples with rewards, or None: the next tasks of the stream
         num_epochs: int | None = None,  # instead of update.num_epochs
-        kl_threshold: float | None = None,  # instead of update.kl_stop.target
+        kl_threshold: float
+        | None = None,  # KL(old || new) above which the epochs end, instead of update.kl_stop
         record: bool = True,  # tell the callbacks now; `fit` evaluates first
     ) -> dict[str, float]:  # the row of metrics
         "One training step."
@@ -315,13 +316,13 @@ def learning_rate(
 def _update_config(
     config: UpdateConfig,
     num_epochs: int | None = None,  # instead of the configured ones
-    kl_threshold: float | None = None,  # instead of kl_stop.target
+    kl_threshold: float | None = None,  # instead of factor * target of kl_stop
 ) -> UpdateConfig:
     "The configuration of one update."
     if num_epochs is not None:
         config = dataclasses.replace(config, num_epochs=num_epochs)
     if kl_threshold is not None:
-        stop = dataclasses.replace(config.kl_stop, target=kl_threshold)
+        stop = dataclasses.replace(config.kl_stop, target=kl_threshold, factor=1.0)
         config = dataclasses.replace(config, kl_stop=stop)
     return config
 

@@ -45,9 +45,12 @@ def update(
     rollout = _without_truncated(rollout) if c.mask_truncated else rollout
     batch, out = _columns(c, rollout, advantages, reference), UpdateReport()
     exact = getattr(policy, "kl_old", None) if c.kl_stop.stat != "k3" else None
+    last_NS = batch["old"]  # log-probs at the beginning of the last epoch
     for epoch in range(c.num_epochs):  # K passes over the same rollout
-        if c.scheme == "progressive" and epoch:
-            batch["anchor"] = rollout_logp(policy, rollout, c.micro_tokens)
+        if c.scheme in ("progressive", "previous_epoch") and epoch:
+            now_NS = rollout_logp(policy, rollout, c.micro_tokens)
+            batch["anchor"] = now_NS if c.scheme == "progressive" else last_NS
+            last_NS = now_NS
         parts = _minibatches(c, rollout, generator, ranks)
         out.planned = c.num_epochs * len(parts)
         for i, part in enumerate(parts):  # an optimizer step each
@@ -123,7 +126,9 @@ class UpdateConfig:
     minibatch_size: Count | None = None  # samples per optimizer step; None: all of them
     whole_groups: bool = True  # minibatches never split siblings
     micro_tokens: Count | None = None  # steps per backward pass, to bound memory; None: no limit
-    scheme: Literal["fixed", "progressive", "reference", "on_policy"] = "fixed"  # see above
+    scheme: Literal["fixed", "progressive", "previous_epoch", "reference", "on_policy"] = (
+        "fixed"  # see above
+    )
     loss: LossConfig = field(default_factory=LossConfig)  # what is minimised
     kl_on_dead_groups: bool = True  # the KL term also acts on groups whose advantages are all 0
     kl_stop: KLStop = field(default_factory=KLStop)  # when to stop early
@@ -386,7 +391,7 @@ def _row(c, seen, batch, part, ranks, exact, first) -> dict:
     sums = torch.stack([torch.zeros(5, 2).double(), *(s.cpu() for _, s, _ in seen)]).sum(0)
     (loss, _), *distances = all_reduce(sums, ranks).tolist()
     k1, k3, own, ref = (x / n if n else math.nan for x, n in distances)
-    if c.scheme in ("progressive", "reference"):
+    if c.scheme not in ("fixed", "on_policy"):
         row |= {f"kl_anchor/{k}": row[f"kl_old/{k}"] for k in ("k1", "k3")}
     row |= {"loss": loss, "kl_old/k1": k1, "kl_old/k3": k3}
     if exact is not None:

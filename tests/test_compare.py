@@ -26,6 +26,7 @@ from grpo_nb.lab.record import Run
 from grpo_nb.lab.runs import FailedRun, run_job
 from grpo_nb.lab.spec import Spec, plan_runs
 from grpo_nb.lab.study import Study
+from grpo_nb.statistics import t_interval
 from grpo_nb.tasks import data_path
 from grpo_nb.trainer import GRPO
 
@@ -130,6 +131,9 @@ def test_cpu_seconds_are_those_of_training(tmp_path):
     for study in (here, there):
         spent = study.frame()["cpu_seconds"]
         assert ((spent >= 0.1) & (spent < 0.3)).all()  # no sleep, no evaluation
+        steps = study.curves().pivot(index="step", columns="seed", values="cpu_seconds")
+        assert (steps.loc[0] == 0).all() and (steps.loc[1] >= 0.05).all()
+        assert (steps.loc[2] == spent.to_numpy()).all() and "cpu_seconds" not in study.score_names()
 
 
 # what is finished, stored, interrupted, or dead
@@ -395,15 +399,15 @@ def test_a_make_that_ignores_its_configuration_is_found_out(tmp_path):
             compare(arms, recipe, dir=tmp_path / match[-4:], **how)
 
 
-def test_a_recipe_is_checked_before_its_budget_is_fitted(tmp_path, capsys):
+def test_a_recipe_is_checked_before_anything_is_trained(tmp_path, capsys):
     small = ["train_batch_size=2", "num_generations=2", "eval.limit=2", "eval.samples=1"]
-    small += ["compare.budget={steps: 2}", "compare.seeds=1", "compare.seconds=60"]
+    small += ["compare.budget={steps: 2}", "compare.seeds=1", "compare.eval_every=null"]
     run = lambda *more: main(
         ["compare", "data:recipes/quickstart.yaml", *small, *more, "--dir", str(tmp_path / "d")]
     )
     for wrong, say in (
         ("compare.metric=3", "metric must be"),
-        ("compare.seconds=-1", "compare.seconds must be > 0"),
+        ("compare.seconds=60", "Unknown key in the compare block: 'seconds'"),
         ("compare.workers=none", "workers must be a whole number"),
         ("compare.statistic=mean", "Unknown key in the compare block: 'statistic'"),
         ("compare.tune={optimizer.lr: 3}", "tune.optimizer.lr must be a list"),
@@ -419,7 +423,7 @@ def test_a_recipe_is_checked_before_its_budget_is_fitted(tmp_path, capsys):
     assert not list(tmp_path.glob("d/*/result.json"))
     assert run("--workers", "1") == 0
     out = capsys.readouterr().out
-    assert "3 runs of 2 steps" in out and "P(" in out
+    assert "2 steps per run" in out and "P(" in out
 
 
 def test_variants_that_are_the_same_are_runs_of_their_own(tmp_path):
@@ -437,6 +441,25 @@ def test_variants_that_are_the_same_are_runs_of_their_own(tmp_path):
 
 
 # statistics
+
+
+def test_scores_by_task_are_stored_and_widen_the_intervals(tmp_path):
+    small = ["train_batch_size=2", "num_generations=4", "eval.limit=12", "eval.samples=2"]
+    base = load_config("data:recipes/quickstart.yaml", [*small, "eval.greedy=false"])
+    kw = {"seeds": 3, "budget": Steps(1), "dir": tmp_path / "d", "store": tmp_path / "s.json"}
+    study = compare({"a": {}, "b": {"update.num_epochs": 2}}, base, **kw)
+    for r in study.reported:
+        scores = r["by_task"]["eval_sampled"]
+        assert len(scores) == 12
+        assert abs(np.mean(scores) - r["curve"]["eval_sampled"][-1]) < 1e-4
+    notes = "\n".join(study.table().notes)
+    said = re.search(
+        r"For other tasks as well as other seeds: a (.*?) \[(.*?), (.*?)\]; b .*difference", notes
+    )
+    mean, low, high = t_interval([r["curve"]["eval_sampled"][-1] for r in study.reported[::2]])
+    assert float(said[1]) == pytest.approx(mean, abs=6e-4) and float(said[2]) < low < high < float(
+        said[3]
+    )
 
 
 def test_few_seeds_give_points_and_no_verdict(tmp_path):

@@ -23,7 +23,7 @@ from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.reward_runner import RewardRunner
 from grpo_nb.stream import TaskStream
 from grpo_nb.tasks import Taskset, data_path, overlap
-from grpo_nb.trainer import GRPO
+from grpo_nb.trainer import GRPO, _update_config
 from grpo_nb.update import UpdateConfig
 from grpo_nb.verifiers import exact_answer
 
@@ -137,6 +137,10 @@ def test_several_epochs_move_the_ratio_and_the_stop_keeps_the_first_update():
         num_epochs=4, kl_threshold=1e-6
     )
     assert row["updates_per_rollout"] == 1 and row["upd/stopped"] == 1
+    stop = _update_config(
+        UpdateConfig(), kl_threshold=0.01
+    ).kl_stop  # the threshold is what it says
+    assert stop.exceeded({"kl_old/k3": 0.0101}, 1) and not stop.exceeded({"kl_old/k3": 0.0099}, 1)
 
 
 def test_skipping_zero_advantages_trains_the_same_policy():
@@ -386,7 +390,7 @@ def test_the_command_line_refuses_an_empty_recipe_and_says_what_the_defaults_are
     small = ["steps=1", "train_batch_size=2", "num_generations=2", "policy.max_new_tokens=4"]
     assert main(["train", *small, "eval.limit=2", "eval.samples=1", "run.progress=false"]) == 0
     assert "The defaults (no recipe is given): 1 steps of 2 x 2 samples" in capsys.readouterr().out
-    for key, bad in (("workers", 0), ("threads", 1.5), ("seconds", -1), ("seeds", 0)):
+    for key, bad in (("workers", 0), ("threads", 1.5), ("seeds", 0)):
         assert main(["compare", "data:recipes/quickstart.yaml", f"compare.{key}={bad}"]) == 2
         said = capsys.readouterr().err
         assert f"compare.{key}" in said and str(bad) in said and len(said.splitlines()) == 1, said

@@ -14,7 +14,7 @@ from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.update import KLStop, RatioMismatch, UpdateConfig, check_on_policy, update
 
-GOOD = ("fixed", "progressive")
+GOOD = ("fixed", "progressive", "previous_epoch")
 
 
 class Table:
@@ -156,6 +156,11 @@ def test_schemes_agree_at_one_epoch_and_differ_at_three():
     assert torch.equal(end("fixed", 1), end("progressive", 1))
     assert torch.equal(end("fixed", 1), end("on_policy", 1))
     assert not torch.equal(end("fixed", 3), end("progressive", 3))
+    assert torch.equal(
+        end("fixed", 2), end("previous_epoch", 2)
+    )  # its first two ratios are to the sampler
+    others = [end(scheme, 3) for scheme in ("fixed", "progressive")]
+    assert not any(torch.equal(end("previous_epoch", 3), o) for o in others)
 
 
 @pytest.mark.filterwarnings("ignore:scheme='reference'")

@@ -9,6 +9,7 @@ __all__ = ['PolicyConfig', 'TasksConfig', 'RewardsConfig', 'GRPOConfig', 'load_c
 # %% ../../nbs/lab/03_recipe.ipynb #a4669591
 import contextlib
 import functools
+import importlib
 import inspect
 import re
 import warnings
@@ -31,6 +32,7 @@ from grpo_nb.config import (
     describe,
     given_keys,
     number_in,
+    one_of,
     override,
     unknown_name,
 )
@@ -98,6 +100,7 @@ class GRPOConfig(TrainerConfig):
     "Everything that defines a run."
 
     threads: Count | None = None  # torch threads; None leaves them alone
+    application: str | None = None  # motion: its policy, tasks and rewards; None: as named below
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
@@ -363,11 +366,20 @@ def from_config(
         "tasks": lambda: open_stream(config),
         "eval_tasks": lambda: open_eval(config.tasks),
     }
+    if config.application is not None:
+        found = _open_application(config)
+        openers |= {k: functools.partial(found.get, k) for k in openers}
     opened = [k for k in openers if parts[k] is None]
     if tasks is not None and "tasks.eval" not in given_keys(config) and eval_tasks is None:
         opened.remove("eval_tasks")  # the default is made for other tasks
     parts |= {k: openers[k]() for k in opened}
     return cls(**parts | {"config": config, "opened": opened, **kwargs})
+
+
+def _open_application(config: GRPOConfig) -> dict[str, Any]:
+    "Policy, tasks, rewards and held-out tasks of an application that a configuration names."
+    name = one_of("application", config.application, ("motion",))
+    return importlib.import_module(f"grpo_nb.applications.{name}").open_parts(config)
 
 
 def _ask_for_parts(config: GRPOConfig, parts: Mapping) -> None:

@@ -191,7 +191,7 @@ def frame(self: Run):
     "Metrics as a DataFrame: one row per step, numbers only."
     rows, broken = self.rows()
     stop = (self.config.get("update") or {}).get("kl_stop") or {}
-    limit = stop["target"] * (stop.get("factor") or 1.0) if stop.get("target") else None
+    limit = stop["target"] * stop.get("factor", 1.5) if stop.get("target") else None
     return rows_to_frame(rows, run=self.name, broken_lines=broken, kl_limit=limit)
 
 # %% ../../nbs/lab/01_record.ipynb #f1d297e0

@@ -77,13 +77,21 @@ def _numbers(row: Mapping) -> dict[str, float]:
         k: v for k, v in plain.items() if isinstance(v, (int, float)) and not isinstance(v, bool)
     }
 
+
+def _scores_of(scores) -> dict[str, float]:
+    "The scores of `GRPO.evaluate`, or of a function, as a plain mapping."
+    found = scores.metrics() if hasattr(scores, "metrics") else scores
+    if not isinstance(found, Mapping):
+        raise ValueError(f"An evaluation gives {{name: number}} or Scores, got {found!r}.")
+    return {str(k): float(v) for k, v in found.items()}
+
 # %% ../../nbs/lab/06_runs.ipynb #9e496133
 class _Record:
     "The rows of a run, written by a callback of the trainer."
 
     def __init__(
         self,
-        evaluate: Callable[[], dict],  # held-out scores now
+        evaluate: Callable[[], Any],  # held-out scores now, as for `_scores_of`
         budget: Budget,
         every: Budget | None = None,  # evaluate along the way
         metrics: Sequence[str] = (),  # have to be there after the first step
@@ -99,6 +107,7 @@ class _Record:
     def __call__(self, trainer, row):
         self.cpu_seconds += self.clock() - self.since
         last, row = self.rows[-1], _numbers(row) | {"step": len(self.rows)}
+        row["cpu_seconds"] = self.cpu_seconds
         self.rows.append(row)
         if len(self.rows) == 2:
             _check_metrics(self.metrics, self.rows[0].keys() | row.keys())
@@ -111,7 +120,8 @@ class _Record:
 
     def judge(self) -> dict:
         "Evaluate now, and keep the scores beside the run's checkpoints."
-        scores = self.evaluate()
+        found = self.evaluate()
+        scores, self.by_task = _scores_of(found), getattr(found, "by_task", {})
         if self.scores is not None:
             self.scores.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.closing(Appender(self.scores)) as file:
@@ -131,7 +141,10 @@ def train(
     start: Mapping,  # scores before training
 ) -> str:  # what ended the run: "budget" or "tasks"
     "Train until the budget is spent or there are no more tasks."
-    self.rows, kept = [{"step": 0} | dict.fromkeys(COUNTERS, 0) | dict(start)], self.kept()
+    self.rows, kept = (
+        [{"step": 0, "cpu_seconds": 0.0} | dict.fromkeys(COUNTERS, 0) | dict(start)],
+        self.kept(),
+    )
     for i, row in enumerate(trainer.history, 1):
         self.rows.append(_numbers(row) | {"step": i} | kept.get(i, {}))
     ended = "tasks"
@@ -150,7 +163,7 @@ def train(
             raise KeyboardInterrupt
     if len(self.rows) == 1:
         raise FailedRun(f"Nothing was trained: {getattr(trainer, 'stop', None) or 'no step'}")
-    self.rows[-1] |= self.evaluate()
+    self.rows[-1] |= self.judge()
     return ended
 
 # %% ../../nbs/lab/06_runs.ipynb #4d114d76
@@ -264,14 +277,6 @@ def _judge(trainer, base: GRPOConfig, overrides: Mapping[str, Any]) -> Callable[
     how = e.samples, e.greedy, e.limit, (), weights, passed, seed
     return lambda: evaluate_policy(trainer.policy, trainer.eval_tasks, rewards, *how)
 
-# %% ../../nbs/lab/06_runs.ipynb #ba370cc4
-def _scores_of(scores) -> dict[str, float]:
-    "The scores of `GRPO.evaluate`, or of a function, as a plain mapping."
-    found = scores.metrics() if hasattr(scores, "metrics") else scores
-    if not isinstance(found, Mapping):
-        raise ValueError(f"An evaluation gives {{name: number}} or Scores, got {found!r}.")
-    return {str(k): float(v) for k, v in found.items()}
-
 # %% ../../nbs/lab/06_runs.ipynb #e8fd0987
 def _make_options(overrides: Mapping[str, Any]) -> tuple[dict, dict]:
     "Keys of the configuration, and the keywords of `make`: those that begin with `make.`."
@@ -293,7 +298,7 @@ def _check_built(trainer, config: GRPOConfig, overrides: Mapping[str, Any]) -> N
             )
 
 # %% ../../nbs/lab/06_runs.ipynb #932ea85f
-def _build_run(job: Job) -> tuple[Any, Callable[[], dict]]:
+def _build_run(job: Job) -> tuple[Any, Callable[[], Any]]:
     "The trainer of a job, and a function giving its held-out scores."
     make, evaluate = job.load()
     overrides, options = _make_options(job.overrides) if make else (job.overrides, {})
@@ -302,9 +307,8 @@ def _build_run(job: Job) -> tuple[Any, Callable[[], dict]]:
     trainer = (make or GRPO.from_config)(config, **options)
     _check_built(trainer, config, overrides | {"seed": job.seed})
     if evaluate:
-        return trainer, lambda: _scores_of(evaluate(trainer))
-    judge = _judge(trainer, job.base, overrides)
-    return trainer, lambda: _scores_of(judge())
+        return trainer, lambda: evaluate(trainer)
+    return trainer, _judge(trainer, job.base, overrides)
 
 # %% ../../nbs/lab/06_runs.ipynb #c538783a
 def _start_scores(job: Job, evaluate: Callable[[], dict]) -> dict:
@@ -326,7 +330,7 @@ def _train_run(job: Job) -> dict:
     "Carry out a job in this process; errors are raised."
     trainer, evaluate = _build_run(job)
     with contextlib.closing(trainer) if hasattr(trainer, "close") else contextlib.nullcontext():
-        start, dir = _start_scores(job, evaluate), None
+        start, dir = _start_scores(job, lambda: _scores_of(evaluate())), None
         ours = lambda m: "make" in job.sources or OURS.fullmatch(m)
         known = [m for m in job.metrics if not m.startswith(("eval_", MEAN)) and ours(m)]
         _check_metrics(set(job.metrics) - set(known), start)  # those wait for the first step
@@ -336,10 +340,11 @@ def _train_run(job: Job) -> dict:
         whole = not trainer.history  # else an earlier attempt has done a part
         record = _Record(evaluate, job.budget, job.eval_every, job.metrics, dir)
         ended = record.train(trainer, start)
-    names = dict.fromkeys(k for r in record.rows for k in r)
+    names = dict.fromkeys(k for r in record.rows for k in r if whole or k != "cpu_seconds")
     curve = {k: [r.get(k) for r in record.rows] for k in names}
     cpu_seconds = record.cpu_seconds if whole else None
-    return {"ended": ended, "curve": curve, "cpu_seconds": cpu_seconds}
+    by_task = {f"eval_{k}": [round(float(v), 5) for v in x_P] for k, x_P in record.by_task.items()}
+    return {"ended": ended, "curve": curve, "cpu_seconds": cpu_seconds, "by_task": by_task}
 
 # %% ../../nbs/lab/06_runs.ipynb #45ec1bfe
 def _short_trace(error: BaseException) -> str:

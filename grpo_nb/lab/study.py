@@ -27,7 +27,11 @@ MEAN = "mean_"  # mean_X is the mean of X over all evaluations of a run, from be
 
 def held_out(curve: Mapping[str, Sequence]) -> list[str]:
     "The held-out scores of a curve: what is known before training."
-    return [k for k, v in curve.items() if v[0] is not None and k not in ("step", *COUNTERS)]
+    return [
+        k
+        for k, v in curve.items()
+        if v[0] is not None and k not in ("step", "cpu_seconds", *COUNTERS)
+    ]
 
 # %% ../../nbs/lab/04_study.ipynb #c5eaeb4d
 def final_score(run: Mapping, metric: str) -> float:
@@ -64,17 +68,19 @@ KEEP = (
 )
 
 
-def _compact(run: Mapping, keep: Sequence[str]) -> dict:
-    "A run for the store: fewer columns, five digits; of a tuning run only the evaluated steps."
+def _compact(run: Mapping, keep: Sequence[str], metric: str) -> dict:
+    "A run for the store: fewer columns, five digits, the primary score by task; of a tuning run only the evaluated steps."
     short = lambda v: float(f"{v:.5g}") if isinstance(v, float) and math.isfinite(v) else v
     curve = run.get("curve") or {}
     scores = held_out(curve)
-    wanted = {"step", *Seconds.counters, *COUNTERS[:8], *keep, *scores}
+    wanted = {"step", "cpu_seconds", *Seconds.counters, *COUNTERS[:8], *keep, *scores}
     rows = range(len(curve.get("step", ())))
     if run["phase"] == "tune":
         rows = [i for i in rows if any(curve[k][i] is not None for k in scores)]
     curve = {k: [short(v[i]) for i in rows] for k, v in curve.items() if k in wanted}
-    return {k: short(v) for k, v in run.items()} | {"curve": curve}
+    by_task = {k: v for k, v in run.get("by_task", {}).items() if k == metric}
+    out = {k: short(v) for k, v in run.items() if k != "by_task"} | {"curve": curve}
+    return out | ({"by_task": by_task} if by_task and run["phase"] == "report" else {})
 
 # %% ../../nbs/lab/04_study.ipynb #6cd5826c
 @dataclass
@@ -117,7 +123,9 @@ def save(
         for name in keep:
             check_metric(name, self.columns, "metric in keep:")
     head = {"format": 1, "spec": self.spec, "environment": self.environment}
-    runs = ",\n  ".join(json.dumps(finite(_compact(r, keep))) for r in self.runs)
+    runs = ",\n  ".join(
+        json.dumps(finite(_compact(r, keep, self.spec["metric"]))) for r in self.runs
+    )
     text = json.dumps(finite(head), indent=1)[:-2]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, f'{text},\n "runs": [\n  {runs}\n ]\n}}\n')
