@@ -21,7 +21,7 @@ from ..files import plain, write_atomic
 from .budgets import to_budget
 from .paired_statistics import detectable, improvement, joint_level, verdict
 from .plots import COLORS, label_of, make_figure, show_in_cell
-from .study import MEAN, Study, check_metric, final_score, held_out, is_lower
+from .study import MEAN, Study, check_metric, final_score, held_out, _is_lower
 from ..statistics import t_interval, two_way_interval
 
 # %% ../../nbs/lab/05_report.ipynb #fee9fb37
@@ -150,7 +150,7 @@ class Table:
     @property
     def lower(self) -> bool:
         "Whether less is better."
-        return is_lower(self.metric, self.study.spec.get("lower_is_better", ()))
+        return _is_lower(self.metric, self.study.spec.get("lower_is_better", ()))
 
     @property
     def direction(self) -> str:
