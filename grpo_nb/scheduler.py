@@ -122,6 +122,11 @@ def _selection_metrics(
 def _make_operator(entry: str | Mapping | Any) -> Any:
     "One experience operator: a name, {name, args}, or an object with `process`."
     if hasattr(entry, "process"):
+        if "exps" in inspect.signature(entry.process).parameters:
+            raise ValueError(
+                f"{type(entry).__name__}.process(exps) is an operator of Trinity-RFT's, which may change or drop experiences. "
+                "Here process(rollout) reads a Rollout and returns it with metrics: what is trained on stays as it is."
+            )
         return entry
     entry = {"name": entry} if isinstance(entry, str) else dict(entry)
     name, args = entry.pop("name", None), entry.pop("args", None) or {}

@@ -8,10 +8,18 @@ import types
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
+from grpo_nb.core import Rollout
 from grpo_nb.integrations import verl as inside
+from grpo_nb.policies.tokens import TokenPolicy
+from grpo_nb.reward_runner import RewardRunner
+from grpo_nb.scheduler import TasksetScheduler
+from grpo_nb.tasks import Task, data_path
+from grpo_nb.trainer import GRPO
+from grpo_nb.verifiers import exact_answer
 
 CALLS = json.loads((Path(__file__).parent / "recorded" / "verl_calls.json").read_text())
 
@@ -55,3 +63,64 @@ def test_without_verl_nothing_is_imported_and_nothing_breaks():
     env = os.environ | {"VERL_USE_EXTERNAL_MODULES": "grpo_nb.integrations.verl"}
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert said.stdout.strip() == "[] False", said.stderr
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    "As verl's users write it."
+    assert data_source == "sums" and extra_info["split"] == "train"
+    right = solution_str.split("</think>")[-1].replace("<eos>", "").strip() == ground_truth
+    return {"score": float(right), "acc": right}
+
+
+def test_its_parquet_and_its_compute_score_train_here_unchanged(tmp_path):
+    rows = [json.loads(x) for x in open(data_path("tasks/middle_train.jsonl"))][:12]
+    table = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": r["prompt"]}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": r["answer"]},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i, r in enumerate(rows)
+    ]
+    pd.DataFrame(table).to_parquet(tmp_path / "train.parquet")
+    policy = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=10)
+    policy.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    reward = inside.as_reward(compute_score, ["acc"])
+    sizes = {"train_batch_size": 6, "num_generations": 4}
+    trainer = GRPO(policy, str(tmp_path / "train.parquet"), reward, sizes)
+    rollout = trainer.collect()
+    assert rollout.reward_names == ("compute_score/score", "compute_score/acc")
+    own = exact_answer(extract="marker", marker="</think>")
+    answers = {r["prompt"]: r["answer"] for r in rows}
+    for task, text, score in zip(rollout.tasks, rollout.outputs, rollout.rewards[:, 0].tolist()):
+        assert own(completion=text, answer=answers[task.prompt[0]["content"]]) == score
+    assert trainer.step(rollout)["upd/n_done"] == 1
+
+
+def test_an_async_compute_score_and_a_missing_answer():
+    async def judge(data_source, solution_str, ground_truth, extra_info):
+        return 1.0 if solution_str == ground_truth else None
+
+    with RewardRunner([inside.as_reward(judge)]) as runner:
+        tasks = [Task("p", {"reward_model": {"ground_truth": "x"}})] * 2
+        scored = runner(outputs_of(tasks, ["x", "y"]))
+        assert scored.rewards_NR[0, 0] == 1 and scored.rewards_NR[1, 0].isnan()
+        with pytest.raises(ValueError, match="needs 'reward_model.ground_truth'"):
+            runner(outputs_of([Task("p", {"answer": "x"})], ["x"]))
+
+
+def outputs_of(tasks, texts):
+    n = len(tasks)
+    ones = torch.ones(n, 1)
+    return Rollout(torch.zeros(n).long(), tasks, {}, ones.bool(), ones, outputs=texts)
+
+
+def test_an_operator_of_trinity_is_refused_with_the_difference():
+    class Shaper:
+        def process(self, exps):
+            return exps, {}
+
+    with pytest.raises(ValueError, match="what is trained on stays as it is"):
+        TasksetScheduler([[{"prompt": "p"}]], 1, operators=[Shaper()])
