@@ -22,7 +22,6 @@ from torch import Tensor
 
 from .config import NonNegative, check_number, configuration, number_in, one_of, unknown_name
 from .core import Groups, GroupStats, Registry, group_centre, group_stats, weighted_sum
-from .processes import all_reduce
 
 # %% ../nbs/method/01_advantages.ipynb #f2e55959
 @dataclass
@@ -35,7 +34,6 @@ class GroupedRewards:
     ok_NK: Tensor  # bool: samples and ranks to which any reward applies
     flat: bool  # results are (N,), not (N, K)
     raw_singles: bool  # a lone sample keeps its raw reward (verl) instead of 0
-    processes: Any  # a process group, if the batch is spread over processes
     dtype: torch.dtype  # of the result
 
     def count(self, x: Tensor) -> Tensor:
@@ -86,7 +84,7 @@ def _batch_stats(self: GroupedRewards, x_NK: Tensor, ddof: int = 1) -> GroupStat
     "Statistics of all values of the batch."
     x = torch.where(self.ok_NK, x_NK, torch.nan).flatten()
     index = torch.zeros_like(x, dtype=torch.long)
-    s = group_stats(x, Groups(index, index.new_tensor([len(x)]), self.processes), ddof)
+    s = group_stats(x, Groups(index, index.new_tensor([len(x)])), ddof)
     return GroupStats(*(v.squeeze(0) for v in (s.mean, s.std, s.min, s.max, s.count)))
 
 
@@ -102,16 +100,6 @@ def _whiten(self: GroupedRewards, x_NK: Tensor, eps: float = 1e-4, ddof: int = 1
     varies_PK = (own.spread > 0) | (own.count == 1) & self.raw_singles
     return torch.where(self.groups.expand(varies_PK), z_NK, 0.0)
 
-
-def _batch_sum(r: GroupedRewards, x: Tensor) -> Tensor:
-    "Sum over the samples of all processes."
-    return all_reduce(x.double().sum(0), r.processes)
-
-
-def _count_groups(r: GroupedRewards, table_P: Tensor) -> Tensor:
-    "How many groups of all processes."
-    return all_reduce(table_P.double().sum(), r.processes)
-
 # %% ../nbs/method/01_advantages.ipynb #901c139a
 def grouped_rewards(
     rewards: Tensor | np.ndarray | Sequence,  # (N,), (N, R) or (N, R, K); NaN = does not apply
@@ -121,13 +109,12 @@ def grouped_rewards(
     mask_NK: Tensor | None = None,  # (N,) or (N, K) False = the sample or rank does not count
     missing: str = "excluded",  # masked cells in group statistics: "excluded" or "zero_in_stats"
     singleton: str = "zero",  # a group with one valid sample: "zero", or "raw" (its reward, as verl)
-    processes: Any = None,  # a process group, if the batch is spread over processes
     dtype: torch.dtype = torch.float32,  # of the result; float64 to compare with other implementations
     **unknown,  # refused
 ) -> GroupedRewards:
     "Check rewards, groups, weights and masks."
     for option in unknown:
-        raise _no_option(option, ("mask_NK", "missing", "singleton", "processes", "dtype"))
+        raise _no_option(option, ("mask_NK", "missing", "singleton", "dtype"))
     one_of("missing", missing, ("excluded", "zero_in_stats"))
     one_of("singleton", singleton, ("zero", "raw"))
     x, flat = _rewards_NRK(rewards)
@@ -141,7 +128,7 @@ def grouped_rewards(
         ok = (mask[:, None] if mask.ndim == 1 else mask).expand(n, k)
         x = torch.where(ok[:, None], x, torch.nan if missing == "excluded" else 0.0)
     ok = ok & ~x[:, [w != 0 for w in weights]].isnan().all(1)
-    return GroupedRewards(x, groups, weights, ok, flat, singleton == "raw", processes, dtype)
+    return GroupedRewards(x, groups, weights, ok, flat, singleton == "raw", dtype)
 
 # %% ../nbs/method/01_advantages.ipynb #c87777bd
 def _rewards_NRK(rewards) -> tuple[Tensor, bool]:
@@ -258,7 +245,7 @@ def mo_grpo(rewards, group_N, weights=None, *, eps=1e-4, ddof=1, **batch) -> Ten
 
 def _warn_one_group(r: GroupedRewards) -> None:
     "A batch stage over one group undoes what it is for: say so."
-    if _count_groups(r, r.groups.size_P > 0) == 1:
+    if r.groups.num_groups == 1:
         warnings.warn(
             "GDPO's batch stage over a single group only rescales that group: the relative strength "
             "between groups, which it is there for, needs at least two groups in the batch.",
@@ -281,9 +268,9 @@ def _whiten_tokens(r: GroupedRewards, x_NK: Tensor, lengths_N: Tensor | Sequence
     tokens = _tokens_NK(r, lengths_N)
     x = torch.where(tokens > 0, x_NK, 0.0)
     sums = torch.stack([tokens, tokens * x, tokens * x.abs()], -1).flatten(0, 1)
-    n, total, size = _batch_sum(r, sums)
+    n, total, size = sums.double().sum(0)
     d = torch.where(tokens > 0, x - total * (total.abs() > 1e-12 * size) / n, 0.0)
-    m2 = _batch_sum(r, (tokens * d * d).flatten())
+    m2 = (tokens * d * d).double().sum()
     noise = 1e-12 * sum(map(abs, r.weights_R))
     return d * torch.where(m2 > n * noise**2, (m2 / (n - 1) + 1e-8).rsqrt(), 0.0)
 
@@ -344,7 +331,7 @@ def gpg(rewards, group_N, weights=None, **batch) -> Tensor:
     "Reward minus the group's mean, times (valid samples / samples whose reward is not 0)."
     r = grouped_rewards(rewards, group_N, weights, **batch)
     hits_NK = r.ok_NK & (r.total_NK != 0)
-    valid, hits = _batch_sum(r, torch.stack([r.ok_NK, hits_NK], -1)).sum(0)
+    valid, hits = torch.stack([r.ok_NK, hits_NK], -1).double().sum((0, 1))
     return r.result(r.centre(r.total_NK) * valid / hits.clamp(min=1))
 
 # %% ../nbs/method/01_advantages.ipynb #72b45731
@@ -417,7 +404,7 @@ def _advantage_metrics(r: GroupedRewards, values_NK: Tensor, names: Sequence[str
     out |= {"adv/min": a.min, "adv/max": a.max}
     # of this process, if there are several
     out["adv/distinct"] = len((a_NK[r.ok_NK] * 1e6).round().unique())
-    out["adv/invalid_rows"] = _batch_sum(r, ~r.ok_NK.any(1))
+    out["adv/invalid_rows"] = (~r.ok_NK.any(1)).double().sum()
     out |= _still_groups(r, a_NK) | _shares(r, a_NK, names)
     return {k: float(v) for k, v in out.items()}
 
@@ -427,14 +414,14 @@ def _still_groups(r: GroupedRewards, a_NK: Tensor) -> dict:
     dead_PK = group_stats(a_NK.abs(), r.groups).max == 0
     has_PK = group_stats(r.total_NK, r.groups).count > 0
     tables = {"frac_reward_zero_std": r.still_PK & has_PK, "adv/dead_groups": dead_PK}
-    groups = _count_groups(r, has_PK)
-    return {name: _count_groups(r, table_PK) / groups for name, table_PK in tables.items()}
+    groups = has_PK.double().sum()
+    return {name: table_PK.double().sum() / groups for name, table_PK in tables.items()}
 
 
 def _shares(r: GroupedRewards, a_NK: Tensor, names: Sequence[str]) -> dict:
     "The covariance of the advantage with each normalised component, as a share of all."
     z_NRK = replace(r, raw_singles=False).normalise(r.rewards_NRK, 0.0).nan_to_num(0.0)
-    cov_R = _batch_sum(r, (a_NK.nan_to_num(0.0)[:, None] * z_NRK).sum(2)).abs()
+    cov_R = (a_NK.nan_to_num(0.0)[:, None] * z_NRK).sum(2).double().sum(0).abs()
     return {f"adv/share/{k}": v for k, v in zip(names, (cov_R / cov_R.sum()).nan_to_num(0.0))}
 
 # %% ../nbs/method/01_advantages.ipynb #2a40e664
@@ -515,7 +502,6 @@ def compute_advantages(
     *,
     mask_NK: Tensor | None = None,  # (N,) or (N, K) False = does not count
     lengths_N: Tensor | None = None,  # (N,) tokens, for estimators that need them
-    processes: Any = None,  # a process group, if the batch is spread over processes
 ) -> Advantages:
     "Advantages and their metrics, by the estimator that the configuration names."
     c = config or AdvantageConfig()
@@ -528,7 +514,7 @@ def compute_advantages(
     _check_keys(c, names)
     x = _scaled_and_gated(x, names, c)
     x = x[:, :, 0] if flat else x
-    batch = dict(mask_NK=mask_NK, missing=c.missing, singleton=c.singleton, processes=processes)
+    batch = dict(mask_NK=mask_NK, missing=c.missing, singleton=c.singleton)
     r = grouped_rewards(x, group_N, weights_by_name(c.weights, names), **batch)
     values = _run(c, x, group_N, r, batch, lengths_N)
     values_NK = values[:, None] if values.ndim == 1 else values

@@ -60,12 +60,11 @@ class GroupCollector:
     def __init__(
         self,
         config: FilterGroupsConfig,
-        train_batch_size: int,  # B: groups of a full batch (of this rank)
+        train_batch_size: int,  # B: groups of a full batch
         num_generations: int | None = None,  # G, checked early if known
         advantage: str | None = None,  # estimator, for warnings about filters that do not fit it
         weights: Mapping[str, float] | None = None,  # of the components, if the filter names none
         on_rewarded: Callable[[Rollout], Any] | None = None,  # sees every group, dropped ones too
-        gather: Callable[[list[int]], list[list[int]]] | None = None,  # all ranks' numbers
         make_task: Callable | None = None,  # builds a task again when state is loaded
     ):
         if num_generations == 1:
@@ -78,7 +77,6 @@ class GroupCollector:
         self.full_size = config.gen_batch_size or train_batch_size
         self.weights = weights
         self.on_rewarded = on_rewarded
-        self.gather = gather or (lambda mine: [mine])
         self.make_task = make_task
         self.status = "closed"  # "closed", "open", "full" or "cap"
         self.held: list[Rollout] = []  # kept groups of this step
@@ -168,15 +166,12 @@ def needed(self: GroupCollector) -> int:
 def _settle(self: GroupCollector):
     "Full, at the limit, or open?"
     t, config = self.tally, self.config
-    ranks = self.gather([self.num_held, t["groups"] - t["kept"], t["groups"]])
-    held, filtered, groups = zip(*ranks)
     once = config.action != "refill"  # drop and mask take one generation batch
-    full = t["batches"] > 0 if once else min(held) >= self.train_batch_size
+    full = t["batches"] > 0 if once else self.num_held >= self.train_batch_size
     limit = config.max_num_gen_batches if config.max_num_gen_batches > 0 else math.inf
     if config.adaptive_cap:
-        need = max(self.train_batch_size - t["carried_in"], 0) * len(ranks)
-        size = self.full_size * len(ranks)
-        limit = adaptive_cap(need, size, sum(filtered), sum(groups), t["batches"], limit)
+        need, filtered = max(self.train_batch_size - t["carried_in"], 0), t["groups"] - t["kept"]
+        limit = adaptive_cap(need, self.full_size, filtered, t["groups"], t["batches"], limit)
     self.status = "full" if full else "cap" if t["batches"] >= limit else "open"
 
 # %% ../nbs/method/02_collector.ipynb #e26633e7
@@ -273,7 +268,7 @@ def _end_of_data(self: GroupCollector) -> Collected:
 def _close(self: GroupCollector, outcome: str) -> Collected:
     refills, trained = self.config.action == "refill", None
     rest = concat(self.held) if self.held else None
-    if outcome in ("full", "partial") and min(held for (held,) in self.gather([self.num_held])):
+    if outcome in ("full", "partial") and self.num_held:
         trained, rest = _split_groups(rest, self.train_batch_size) if refills else (rest, None)
         age_N = self.policy_version - trained.info["policy_version"]
         trained = trained.replace(info=trained.info | {"age": age_N})

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Groups', 'group_centre', 'GroupStats', 'group_stats', 'weighted_sum', 'masked_sum', 'masked_mean', 'Registry',
-           'seed_of', 'seeded', 'Rollout', 'index_of', 'pad_to', 'concat', 'rollout_to_state', 'rollout_from_state',
-           'minibatches', 'Policy', 'check_finite']
+           'seed_of', 'seeded', 'Rollout', 'index_of', 'pad_to', 'concat', 'in_shares', 'rollout_to_state',
+           'rollout_from_state', 'minibatches', 'Policy', 'sample_in_shares', 'check_finite']
 
 # %% ../nbs/method/00_core.ipynb #d55f1d33
 import hashlib
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .config import unknown_name
 from .files import pack, unpack
-from .processes import all_reduce
+from .processes import gather_results, place, share
 
 # %% ../nbs/method/00_core.ipynb #1a4b8826
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class Groups:
 
     index_N: Tensor  # (N,) int64 in [0, P)
     size_P: Tensor  # (P,) samples of each group
-    processes: Any = None  # a process group, if groups have members on several processes
 
     @property
     def num_groups(self) -> int:
@@ -42,14 +41,13 @@ class Groups:
     def sum(self, x_N: Tensor) -> Tensor:  # (N, ...) to (P, ...) float64
         "Add the values of each group."
         table = x_N.new_zeros((self.num_groups, *x_N.shape[1:]), dtype=torch.float64)
-        return all_reduce(table.index_add_(0, self.index_N, x_N.double()), self.processes)
+        return table.index_add_(0, self.index_N, x_N.double())
 
     def min(self, x_N: Tensor) -> Tensor:  # (N, ...) to (P, ...) float64
         "The smallest value of each group."
         table = x_N.new_full((self.num_groups, *x_N.shape[1:]), torch.inf, dtype=torch.float64)
         index = self.index_N.view(-1, *[1] * (x_N.ndim - 1)).expand_as(x_N)
-        table.scatter_reduce_(0, index, x_N.double(), "amin")
-        return all_reduce(table, self.processes, "min")
+        return table.scatter_reduce_(0, index, x_N.double(), "amin")
 
     def expand(self, stat_P: Tensor) -> Tensor:  # (P, ...) to (N, ...)
         "Give every sample the value of its group."
@@ -456,6 +454,30 @@ def concat(
             out[name] = _join(parts)
     return type(first)(**out)
 
+# %% ../nbs/method/00_core.ipynb #f8f3a19b
+def in_shares(
+    f: Callable[[Any], Rollout],  # makes samples of tasks, or rewards samples
+    whole: list | Rollout,  # tasks, or samples
+) -> Rollout:  # what `f` makes of the whole, on every process
+    "Let every process work on its share, and gather the results; a failure of one is a failure of all."
+    if place()[1] == 1:
+        return f(whole)
+    samples = isinstance(whole, Rollout)
+    index_N = Groups.of(whole.group_N).index_N if samples else torch.arange(len(whole))
+    mine = share(len(index_N.unique()))
+    rows = ((mine.start <= index_N) & (index_N < mine.stop)).nonzero()[:, 0]
+
+    def work():
+        if samples:
+            return f(whole[rows]).to("cpu"), rows
+        return f([whole[i] for i in mine]).to("cpu") if mine else [], rows
+
+    parts = [(x, at) for x, at in gather_results(work) if len(x)]
+    found = concat([x for x, _ in parts])
+    if not samples:
+        return found
+    return found[torch.cat([at for _, at in parts]).argsort()].replace(group_N=whole.group_N)
+
 # %% ../nbs/method/00_core.ipynb #a0c2b248
 def rollout_to_state(
     rollout: Rollout,  # what to store
@@ -500,7 +522,7 @@ def minibatches(
 # %% ../nbs/method/00_core.ipynb #54d3de45
 @runtime_checkable
 class Policy(Protocol):
-    "What the trainer needs of a policy; a policy may also offer `kl(rollout, other)`, exact per step (N, S)."
+    "What the trainer needs of a policy; one may also offer `kl(rollout, other)`, exact per step (N, S), and `draws`."
 
     def sample(self, tasks: list, num_generations: int, generator: torch.Generator) -> Rollout:
         "Draw G samples of each of P tasks without gradients, from this generator alone; the same task twice is two groups."
@@ -509,6 +531,35 @@ class Policy(Protocol):
     def logp(self, rollout: Rollout) -> Tensor:  # (N, S) float32, differentiable
         "Log-probability of each stored step under the present parameters; outside the mask 0."
         ...
+
+# %% ../nbs/method/00_core.ipynb #ea06b06d
+def sample_in_shares(
+    policy: Policy,
+    tasks: list,  # P tasks
+    num_generations: int,  # G
+    generator: torch.Generator,  # in the same state on every process, before and after
+    **options,  # of `policy.sample`
+) -> Rollout:  # P * G samples, the same on every process
+    "G samples of each task, every process drawing those of its share."
+    (rank, size), mine = place(), share(len(tasks))
+    draws, device = getattr(policy, "draws", None), generator.device
+
+    def pass_over(n: int):  # numbers that other processes use
+        torch.rand(n * num_generations * draws, dtype=torch.float64, generator=generator)
+
+    def sample(generator):
+        draw = lambda some: policy.sample(some, num_generations, generator, **options)
+        return in_shares(draw, tasks)
+
+    if size == 1:
+        return sample(generator)
+    if draws is None:
+        common = torch.randint(2**62, (), generator=generator, device=device)
+        return sample(seeded(int(common), "process", rank, device=device))
+    pass_over(mine.start)
+    found = sample(generator)
+    pass_over(len(tasks) - mine.stop)
+    return found
 
 # %% ../nbs/method/00_core.ipynb #8affe84a
 def check_finite(

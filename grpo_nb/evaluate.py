@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from .config import Count, Natural, check_number, configuration
-from .core import Policy, Rollout, seeded
+from .core import Policy, Rollout, in_shares, sample_in_shares, seeded
 from .filter_groups import total_reward
 from .rewards import passing_rewards, sample_scores
 from .statistics import interval
@@ -99,11 +99,11 @@ def evaluate(
     scores = {}
     with _uncounted(rewards):
         if greedy:
-            rollout = rewards(policy.sample(tasks, 1, seeded(seed, "eval"), greedy=True))
-            scores["greedy"] = sample_scores(rollout, passed).cpu().numpy()
+            drawn = sample_in_shares(policy, tasks, 1, seeded(seed, "eval"), greedy=True)
+            scores["greedy"] = sample_scores(in_shares(rewards, drawn), passed).cpu().numpy()
         if samples:
-            rollout = rewards(policy.sample(tasks, samples, seeded(seed, "eval")))
-            scores |= _sampled_scores(rollout, samples, k, weights, passed)
+            drawn = sample_in_shares(policy, tasks, samples, seeded(seed, "eval"))
+            scores |= _sampled_scores(in_shares(rewards, drawn), samples, k, weights, passed)
     return Scores(_with_intervals(scores, parts), len(tasks), samples, passed, scores)
 
 # %% ../nbs/method/03_evaluate.ipynb #2cca782c

@@ -41,13 +41,13 @@ from grpo_nb.config import (
     number_in,
     override,
 )
-from .core import Policy, Rollout, seeded
+from .core import Policy, Rollout, in_shares, sample_in_shares, seeded
 from .evaluate import EvalConfig, Scores, _parts
 from .evaluate import evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig, check_metrics, warn_of_shaping
 from .losses import kl_penalty
 from .metrics import Counters, History, completion_metrics, merge_rows
-from .processes import say
+from .processes import copy_first, gather, join_processes, say
 from .ranking import check_layouts, warn_cancelling_scales
 from .reward_runner import RewardConfig, RewardRunner
 from .rewards import passing_rewards
@@ -144,7 +144,7 @@ def between_batches(
     if collector.status != "open":
         return False
     self.notify("on_batch_start")
-    return bool(self.stop)
+    return not self._agree()
 
 # %% ../nbs/method/04_trainer.ipynb #56360ff1
 @patch
@@ -159,8 +159,8 @@ def sample(
         return None
     self.check_tasks(tasks)
     with self.counters.timed("gen_seconds"):
-        rollout = self.policy.sample(
-            tasks, self.config.num_generations, self.generators["sampling"]
+        rollout = sample_in_shares(
+            self.policy, tasks, self.config.num_generations, self.generators["sampling"]
         )
     tokens = int(rollout.mask_NS.sum())
     self.counters.add(
@@ -203,9 +203,9 @@ def reward(
     state = {"global_step": self.step_done, "max_steps": self.config.steps, "epoch": epoch}
     self.rewards.trainer_state = state  # for functions that ask for it
     with self.counters.timed("reward_seconds"):
-        rollout = self.rewards(rollout)
+        rollout = in_shares(self.rewards, rollout)
     self.counters.add(reward_calls=len(rollout) * len(rollout.reward_names))
-    self.batch_rows["reward"].append(self.rewards.metrics())
+    self.batch_rows["reward"].append(merge_rows(gather(self.rewards.metrics())))
     return rollout
 
 # %% ../nbs/method/04_trainer.ipynb #e972ca10
@@ -427,6 +427,7 @@ def __init__(
     callbacks: Sequence = (),  # functions f(trainer, row), or objects, see `callbacks`
     opened: Sequence[str] = (),  # of these, what the configuration itself has named
 ):
+    join_processes()
     self.config = c = _make_config(config, self.config_class)
     self.callbacks = check_callbacks(callbacks)
     parts = {"policy": policy, "tasks": tasks, "rewards": rewards, "eval_tasks": eval_tasks}
@@ -437,6 +438,9 @@ def __init__(
     self.eval_tasks = _open_eval_tasks(eval_tasks, c)
     self.tasks_checked = False
     self._check_setup()
+    copy_first(
+        [p.data for p in policy.parameters()]
+    )  # random adapters are the same ones everywhere
     self.reference = reference
     if reference is None and (c.update.needs_reference or c.rewards.kl_in_reward):
         self.reference = policy.copy()
@@ -602,7 +606,7 @@ def fit(
         self.goal = config.steps if steps is None else self.step_done + steps
         if self.step_done >= self.goal:
             say(f"Nothing left to do: {self.step_done} of {self.goal} steps are done.")
-        while self.step_done < self.goal and not self.stop:
+        while self._agree() and self.step_done < self.goal:
             if config.max_seconds and self.seconds_trained >= config.max_seconds:
                 self._end_fit(f"max_seconds={config.max_seconds:g} are over")
                 break
@@ -630,6 +634,15 @@ def fit(
     return self
 
 # %% ../nbs/method/04_trainer.ipynb #498fb16d
+@patch
+def _agree(self: GRPO) -> bool:  # False: stop
+    "Whoever is asked to stop stops all processes, and they have one clock."
+    told = gather((self.stop, self.seconds_trained))
+    self.stop = next((stop for stop, _ in told if stop), None)
+    self.seconds_trained = told[0][1]
+    return not self.stop
+
+
 @patch
 def _end_fit(self: GRPO, why: str):
     "End `fit` for a reason that is no mistake."

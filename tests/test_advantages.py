@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -482,75 +481,6 @@ def test_metrics_on_ragged_groups_with_missing_values():
     assert m["adv/dead_groups"] == pytest.approx(2 / 3)
     assert m["adv/share/a"] == 1 and m["adv/share/b"] == 0
     assert m["rewards/a/mean"] == pytest.approx(3 / 5)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Two real processes
-# ---------------------------------------------------------------------------------------------------------
-
-
-def shared_batch():
-    generator = torch.Generator().manual_seed(3)
-    group_N = torch.arange(12).repeat_interleave(4)
-    x = torch.rand(48, 2, generator=generator)
-    x[:, 1] = (x[:, 1] < 0.4).float()
-    x[5, 0] = NAN
-    x[9] = NAN
-    x[16:20] = 0.7
-    return x, group_N
-
-
-MODES = [m for m in sorted(ADVANTAGES) if m != "grpo_no_std"]
-
-
-def in_process(rank, port, out):
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    x, group_N = shared_batch()
-    results = {}
-    # uneven shares: 5 and 7 whole groups, or nothing and everything
-    shares = {"groups": group_N < 5, "empty": group_N < 0}
-    for share, first in shares.items():
-        rows = first if rank == 0 else ~first
-        for mode in MODES:
-            got = compute_advantages(
-                x[rows],
-                group_N[rows],
-                config=AdvantageConfig(mode, [1, 0.5]),
-                lengths_N=1 + torch.arange(48)[rows] % 5,
-                processes=dist.group.WORLD,
-            )
-            results[mode, share] = (rows, got.values, got.metrics)
-    torch.save(results, f"{out}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_two_processes_give_the_numbers_of_one(tmp_path):
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.start_processes(in_process, (port, str(tmp_path)), nprocs=2, start_method="spawn")
-    parts = [torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)]
-    x, group_N = shared_batch()
-    for mode, share in parts[0]:
-        want = compute_advantages(
-            x,
-            group_N,
-            config=AdvantageConfig(mode, [1, 0.5]),
-            lengths_N=1 + torch.arange(48) % 5,
-        )
-        for part in parts:
-            rows, values, metrics = part[mode, share]
-            torch.testing.assert_close(values, want.values[rows], atol=1e-6, rtol=1e-6)
-            for k, v in want.metrics.items():
-                if k == "adv/distinct":  # of this process
-                    continue
-                assert metrics[k] == pytest.approx(v, abs=1e-6, nan_ok=True), (mode, share, k)
 
 
 WITH_EPS = sorted(k for k, f in ADVANTAGES.items() if "eps" in inspect.signature(f).parameters)

@@ -1,7 +1,6 @@
-"""K epochs over one rollout: what must not move, what must, the early stop, and several ranks that decide together."""
+"""K epochs over one rollout: what must not move, what must, and the early stop."""
 
 import math
-import socket
 
 import pytest
 import torch
@@ -308,90 +307,6 @@ def test_micro_batches_order_and_skipping_change_nothing(
         update(policy, r[order], adv[order], sgd, config, Table(seed=9))
         ends.append(policy.logits.detach())
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)
-
-
-# ------------------------------------------------------------------------------------------------ several ranks
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def one_rank(rank, port, jobs, out):
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
-    for name, (tasks, config, spoil) in jobs.items():
-        policy, r, adv = case()
-        mine = torch.isin(r.states["task"], torch.tensor(tasks[rank], dtype=torch.long))
-        r, adv = r[mine], adv[mine]
-        if spoil == "old" and rank:
-            r = r.replace(old_logp_NS=r.old_logp_NS + 0.01)
-        if spoil == "gradient" and rank:
-            policy.logits.register_hook(lambda g: g * math.nan)
-        opt = torch.optim.AdamW(policy.parameters(), 0.05)
-        try:
-            got = update(
-                policy, r, adv, opt, config, Table(seed=9), seeded(0, "mb"), ranks=dist.group.WORLD
-            )
-            facts = (got.reason, got.done, got.nonfinite, [x["kl_old/k3"] for x in got.rows])
-        except RatioMismatch as e:
-            facts = (str(e), 0, 0, [])
-        out[name, rank] = (policy.logits.detach(), *facts)
-    dist.destroy_process_group()
-
-
-JOBS = {
-    "plain": (([0], [1, 2]), UpdateConfig(3), None),
-    "kl": (([0], [1, 2]), UpdateConfig(3, loss=LossConfig(kl_coef=0.1, aggregation="grpo")), None),
-    "empty": (([], [0, 1, 2]), UpdateConfig(3), None),  # every group of one rank was filtered away
-    "stop": (([0], [1, 2]), UpdateConfig(20, kl_stop=KLStop(0.01)), None),
-    "progressive": (([0], [1, 2]), UpdateConfig(4, scheme="progressive"), None),
-    "uneven": (([0], [1, 2]), UpdateConfig(3, minibatch_size=6, kl_stop=KLStop(0.01)), None),
-    "mismatch": (([0], [1, 2]), UpdateConfig(3), "old"),
-    "not finite": (([0], [1, 2]), UpdateConfig(2), "gradient"),
-}
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    "Every job on two gloo processes: {(job, rank): (logits, reason, done, not finite, KL of each update)}."
-    import torch.multiprocessing as mp
-
-    with mp.get_context("spawn").Manager() as manager:
-        out = manager.dict()
-        mp.spawn(one_rank, (free_port(), JOBS, out), nprocs=2)
-        yield {k: v for k, v in out.items()}
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_ranks_agree(two_ranks, name):
-    (z0, *a), (z1, *b) = two_ranks[name, 0], two_ranks[name, 1]
-    assert torch.equal(z0, z1) and a[:3] == b[:3]
-    assert name != "uneven" or a[1] >= 1  # unequal numbers of minibatches: nobody waits
-    assert a[3] == pytest.approx(b[3], nan_ok=True)
-
-
-@pytest.mark.parametrize("name", ["plain", "kl", "empty", "stop", "progressive"])
-def test_two_ranks_are_one_process_with_the_whole_batch(two_ranks, name):
-    policy, r, adv = case()
-    opt = torch.optim.AdamW(policy.parameters(), 0.05)
-    got = update(policy, r, adv, opt, JOBS[name][1], Table(seed=9))
-    logits, reason, done, _, kl = two_ranks[name, 0]
-    torch.testing.assert_close(policy.logits.detach(), logits, rtol=0, atol=1e-9)
-    assert (got.reason, got.done) == (reason, done)
-    assert [x["kl_old/k3"] for x in got.rows] == pytest.approx(kl, abs=1e-12)
-    assert name != "stop" or 1 < done < 20
-
-
-def test_ranks_refuse_and_skip_together(two_ranks):
-    assert "up to 0.01" in two_ranks["mismatch", 0][1]  # rank 0's own samples are good
-    for rank in (0, 1):
-        logits, _, done, nonfinite, _ = two_ranks["not finite", rank]
-        assert (done, nonfinite) == (0, 2) and torch.equal(logits, Table().logits.detach())
 
 
 # --------------------------------------------------------------------------------------------- truncated samples

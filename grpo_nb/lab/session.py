@@ -40,7 +40,7 @@ from .frames import whole_groups
 from .progress import Progress
 from .record import Run, is_run, is_timing
 from ..metrics import History
-from ..processes import say
+from ..processes import PeerError, of_first, place, say
 from ..stream import fingerprint
 from ..tasks import Task, data_path
 from ..trainer import GRPO
@@ -91,8 +91,12 @@ class Interrupts:
             self.old = {s: signal.signal(s, self.ask) for s in self.signals}
 
     def ask(self, signum, frame):
-        if self.asked:
+        again = self.asked and time.monotonic() - self.asked_at
+        if again and (place()[1] == 1 or again > 3):  # torchrun passes on what a terminal tells all
             raise KeyboardInterrupt
+        if self.asked:
+            return
+        self.asked_at = time.monotonic()
         self.asked = signal.Signals(signum).name
         self.wish(self.asked)
         say(f"\n{self.asked}: finishing this step, then {self.then}; once more stops at once.")
@@ -168,7 +172,8 @@ def on_fit_end(self: Session, trainer: GRPO):
     if isinstance(trainer.stop, BaseException):
         self.mark("interrupted" if isinstance(trainer.stop, KeyboardInterrupt) else "failed")
         return
-    self.interrupted = self.interrupts.asked
+    asked = isinstance(trainer.stop, str) and trainer.stop in signal.Signals.__members__
+    self.interrupted = trainer.stop if asked else None
     if self.interrupted:
         where = " while its next batch is collected" if self.between_batches else ""
         say(f"Stopped after step {trainer.step_done}{where}; fit() goes on from here.")
@@ -210,7 +215,7 @@ def on_batch_start(self: Session, trainer: GRPO):
     if self.half:
         raise ValueError(self.half)
     if self.fitting and self.bar is None:
-        mode = None if self.setting("run").progress else "quiet"
+        mode = None if self.setting("run").progress and place()[0] == 0 else "quiet"
         self.bar = Progress(trainer.goal, trainer.step_done, mode=mode)
     self._autosave()
     self.undo = remember(trainer)
@@ -431,21 +436,28 @@ def function_name(function: Any) -> str:
 @patch
 def open_run(self: GRPO):
     "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
-    session = self.session
-    if session.run is not None and session.closed:
-        session.resumed_run, session.run = session.run.dir, None
-    c = session.setting("run")
-    folder = session.resumed_run or c.dir
-    if session.run is not None or not folder:
-        return
-    again = session.resumed_run is not None or c.if_exists == "resume" and is_run(folder)
+    state = of_first(self.session._open_run)  # one record for all processes
+    if state is not None and place()[0]:
+        self.load_state_dict(state)
+
+
+@patch
+def _open_run(self: Session) -> Mapping | None:  # the state that was loaded
+    trainer, state = self.trainer, None
+    if self.run is not None and self.closed:
+        self.resumed_run, self.run = self.run.dir, None
+    c = self.setting("run")
+    folder = self.resumed_run or c.dir
+    if self.run is not None or not folder:
+        return None
+    again = self.resumed_run is not None or c.if_exists == "resume" and is_run(folder)
     if is_run(folder) and not again and c.if_exists == "raise":
-        goes_on = "" if self.step_done else " or run.if_exists=resume"
+        goes_on = "" if trainer.step_done else " or run.if_exists=resume"
         raise FileExistsError(
             f"{str(folder)!r} holds a run. To continue it: GRPO.load({str(folder)!r}){goes_on}; for a run beside it: "
             "run.if_exists=number, or another run.dir."
         )
-    tree = described(self)
+    tree = described(trainer)
     if again:  # how the record is kept is no part of what is compared
         tree["run"] = Run.open(folder).config.get("run", tree.get("run"))
     run = Run.create(  # takes the lock: from here on nobody else writes
@@ -455,23 +467,24 @@ def open_run(self: GRPO):
         resume=again,
         wandb=c.wandb,
         if_exists="raise" if c.if_exists == "resume" else c.if_exists,
-        seeds=self.config.seed,
-        parts=part_facts(self),
+        seeds=trainer.config.seed,
+        parts=part_facts(trainer),
     )
-    if again and session.resumed_run is None:
+    if again and self.resumed_run is None:
         try:
-            session._load_newest(Path(folder) / "checkpoints")
+            state = self._load_newest(Path(folder) / "checkpoints")
         except BaseException:
             run.close()
             raise
-    session.run, session.closed = run, False
-    session._open_log()
+    self.run, self.closed = run, False
+    self._open_log()
     sweep(run.dir / "checkpoints")
     if again:
-        run.truncate_after(self.step_done)
-        self.history = History(run.dir / "metrics.jsonl")
-    elif not self.history:
-        self.history.file = run.dir / "metrics.jsonl"
+        run.truncate_after(trainer.step_done)
+        trainer.history = History(run.dir / "metrics.jsonl")
+    elif not trainer.history:
+        trainer.history.file = run.dir / "metrics.jsonl"
+    return state
 
 # %% ../../nbs/lab/02_session.ipynb #8ecc23ae
 class _Log(logging.FileHandler):
@@ -499,7 +512,7 @@ def _open_log(self: Session):
 def _load_newest(
     self: Session,
     root: Path,  # checkpoints of the run that goes on
-):
+) -> Mapping | None:  # the state
     "Load the newest checkpoint of a run that is there; refuse what would lose rows."
     if n := self.trainer.step_done:
         raise ValueError(
@@ -508,15 +521,17 @@ def _load_newest(
         )
     found = latest(root)
     if found is not None:
-        self.trainer.load_state_dict(read_state(found, make_task=Task))
+        state = read_state(found, make_task=Task)
+        self.trainer.load_state_dict(state)
         self.saved_step = self.trainer.step_done
-    elif any(root.glob("step_*")):
+        return state
+    if any(root.glob("step_*")):
         raise CheckpointError(
             f"None of the checkpoints in {str(root)!r} can be read, so the run is left as it is. Read them with the "
             "version that wrote them, or move that folder away to start again from step 0."
         )
-    else:
-        say("The run has no checkpoint yet: it starts again from step 0.")
+    say("The run has no checkpoint yet: it starts again from step 0.")
+    return None
 
 # %% ../../nbs/lab/02_session.ipynb #743ec49a
 @patch
@@ -524,7 +539,7 @@ def save(
     self: GRPO,
     root: str | Path | None = None,  # folder of checkpoints; default: that of the run directory
 ) -> Path:  # the new checkpoint
-    "Save everything, between two steps or two generation batches."
+    "Save everything, between two steps or two generation batches; of several processes all call it and one writes."
     session = self.session
     if session.half:
         raise ValueError(session.half)
@@ -536,27 +551,32 @@ def save(
         if session.run is None and not session.setting("run").dir:
             raise ValueError("Where to? Give save() a folder, or set run.dir.")
         self.open_run()
-        root = session.run.dir / "checkpoints"
-        session.run.flush()  # no checkpoint without the rows before it
     state = self.state_dict()
     if odd := [k for k, v in state["policy"].items() if not torch.isfinite(v).all()]:
         raise CheckpointError(
             f"The weights after step {self.step_done} are not finite ({', '.join(odd[:3])}), so they are not saved; "
             "the last checkpoint stays the newest."
         )
-    state["trainer"]["config"] = hide_secrets(plain(described(self)))
-    state["trainer"]["parts"] = part_facts(self)
-    state["trainer"]["functions"] = functions_in(self.config)
-    row = self.history[-1] if self.history else {}
-    scores = {k: v for k, v in row.items() if k.startswith("eval_")}
-    path = write_checkpoint(root, self.step_done, state, scores)
-    if (
-        session.run is not None
-        and Path(root).resolve() == (session.run.dir / "checkpoints").resolve()
-    ):
-        session.saved_at = time.monotonic()
-        session.saved_step = self.step_done
+    path = of_first(lambda: session._write(state, root))
     self.notify("on_save", path)
+    return path
+
+
+@patch
+def _write(self: Session, state: dict, root: str | Path | None) -> Path:
+    "Write a state with what says where it comes from."
+    trainer, own = self.trainer, self.run and self.run.dir / "checkpoints"
+    if root is None:
+        self.run.flush()  # no checkpoint without the rows before it
+    state["trainer"]["config"] = hide_secrets(plain(described(trainer)))
+    state["trainer"]["parts"] = part_facts(trainer)
+    state["trainer"]["functions"] = functions_in(trainer.config)
+    row = trainer.history[-1] if trainer.history else {}
+    scores = {k: v for k, v in row.items() if k.startswith("eval_")}
+    path = write_checkpoint(root or own, trainer.step_done, state, scores)
+    if own is not None and path.parent.resolve() == own.resolve():
+        self.saved_at = time.monotonic()
+        self.saved_step = trainer.step_done
     return path
 
 # %% ../../nbs/lab/02_session.ipynb #bf326cfe
@@ -572,25 +592,32 @@ def _autosave(
     self: Session,
     end: bool = False,  # `fit` is over
 ):
-    "Save if it is time to."
+    "Save if it is time to, by the clock of the first process."
+    if not of_first(lambda: self._save_due(end)):
+        return
     c, step = self.setting("checkpoint"), self.trainer.step_done
-    if self.run is None:
-        return
-    late = c.seconds is not None and time.monotonic() - self.saved_at >= c.seconds
-    due = c.every and step and step % c.every == 0 and not self.between_batches
-    new = self.between_batches or step != self.saved_step
-    if not new or not (late or due or end and (c.at_end or self.unsaved)):
-        return
     try:
         self.trainer.save()
         self.unsaved = None
-        prune(self.run.dir / "checkpoints", c.keep_last, c.keep_best, c.best)
-    except (CheckpointError, OSError) as e:
+        of_first(lambda: prune(self.run.dir / "checkpoints", c.keep_last, c.keep_best, c.best))
+    except (CheckpointError, OSError, PeerError) as e:
         self.saved_at, self.unsaved = time.monotonic(), e
-        self.run.event("checkpoint_failed", step=step, error=str(e))
+        if self.run is not None:
+            self.run.event("checkpoint_failed", step=step, error=str(e))
         if end or c.on_error == "raise":
             raise
         warnings.warn(f"{e} Training goes on.", stacklevel=2)
+
+
+@patch
+def _save_due(self: Session, end: bool) -> bool:
+    c, step = self.setting("checkpoint"), self.trainer.step_done
+    if self.run is None:
+        return False
+    late = c.seconds is not None and time.monotonic() - self.saved_at >= c.seconds
+    due = c.every and step and step % c.every == 0 and not self.between_batches
+    new = self.between_batches or step != self.saved_step
+    return bool(new and (late or due or end and (c.at_end or self.unsaved)))
 
 # %% ../../nbs/lab/02_session.ipynb #9e3b07fa
 @patch

@@ -100,6 +100,11 @@ class TokenPolicy:
     def device(self) -> torch.device:
         return self.network.device
 
+    @property
+    def draws(self) -> int:
+        "Uniform numbers that `sample` takes for each sample, see `sample_in_shares`."
+        return self.max_new_tokens
+
 # %% ../../nbs/method/03_policies.tokens.ipynb #d1eca90c
 def _stop_ids(stop: int | str | list | None, tokenizer) -> list[int]:
     "Token ids of stops that are ids or texts."

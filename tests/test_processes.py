@@ -1,0 +1,235 @@
+"""Several processes train as one: the same numbers, the same decisions, one record; and what happens when one is gone."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from grpo_nb.advantages import ADVANTAGES
+from grpo_nb.core import Rollout, seeded
+from grpo_nb.losses import AGGREGATIONS
+from grpo_nb.processes import place
+from grpo_nb.trainer import GRPO
+
+
+class Table:
+    "Independent softmax choices in float64, some rollouts shorter than others."
+
+    def __init__(self, draws=4, items=False):
+        self.logits = torch.randn(6, 3, 4, generator=seeded(0, "table"), dtype=torch.float64)
+        self.logits.requires_grad_()
+        self.draws, self.items = draws, items
+
+    def parameters(self):
+        return [self.logits]
+
+    def state_dict(self):
+        return {"logits": self.logits.detach()}
+
+    def load_state_dict(self, state):
+        self.logits.data.copy_(state["logits"])
+
+    def copy(self):
+        other = Table(self.draws, self.items)
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def logp(self, rollout):
+        z = self.logits[rollout.states["task"]].log_softmax(-1)
+        return z.gather(-1, rollout.states["action"][..., None])[..., 0]
+
+    @torch.no_grad()
+    def sample(self, tasks, num_generations, generator, greedy=False):
+        assert tasks
+        named = [t for t in tasks for _ in range(num_generations)]
+        task = torch.tensor([t.columns["index"] for t in named])
+        u = torch.rand(len(task), 4, dtype=torch.float64, generator=generator)
+        cdf = self.logits[task].softmax(-1).cumsum(-1)
+        action = (cdf < u[:, :3, None]).sum(-1).clamp(max=3)
+        mask = torch.arange(3) <= (3 * u[:, 3:]).long()
+        states = {"task": task, "action": action}
+        if self.items:
+            states["item"] = torch.where(mask, torch.arange(3).expand_as(action).clamp(max=1), -1)
+        r = Rollout(
+            group_N=torch.arange(len(tasks)).repeat_interleave(num_generations),
+            tasks=named,
+            states=states,
+            mask_NS=mask,
+            old_logp_NS=torch.zeros(mask.shape, dtype=torch.float64),
+            outputs=[(a * m).tolist() for a, m in zip(action, mask)],
+        )
+        return r.replace(old_logp_NS=self.logp(r).where(mask, 0.0))
+
+
+def total(completion, **_):
+    return sum(completion) / 9
+
+
+def low(completion, **_):
+    return float(completion[0] < 2)
+
+
+def per_item(completion, **_):
+    return [float(completion[0]), float(completion[1] > 1)]
+
+
+TASKS = [{"prompt": f"task {i}", "index": i} for i in range(6)]
+CASES = {f"advantage {k}": {"advantage.mode": k} for k in ADVANTAGES if k != "grpo_no_std"}
+CASES |= {
+    f"aggregation {k}": {"update.loss.aggregation": k, "update.loss.max_length": 3}
+    for k in AGGREGATIONS
+    if k not in ("bnpo",)  # depends on the split, also in one process
+}
+FILTER = {"filter_groups.enable": True, "filter_groups.metric": "low", "num_generations": 3}
+CASES |= {
+    "per item": {"rewards": {"total": total, "per_item": per_item}, "advantage.mode": "gdpo"},
+    "epochs": {"update.num_epochs": 3, "update.minibatch_size": 6, "update.loss.kl_coef": 0.1},
+    "split groups": {"update.num_epochs": 2, "update.minibatch_size": 5, "update.whole_groups": False},
+    "one row": {"update.minibatch_size": 1, "update.whole_groups": False},  # one process has none
+    "micro": {"update.micro_tokens": 7, "update.scheme": "progressive", "update.num_epochs": 2},
+    "kl stop": {"update.num_epochs": 20, "update.kl_stop.target": 0.003},
+    "refill": FILTER | {"filter_groups.max_num_gen_batches": 0},
+    "carry": FILTER | {"filter_groups.surplus": "carry", "filter_groups.gen_batch_size": 5, "filter_groups.max_staleness": 3},
+    "adaptive": FILTER | {"filter_groups.sizing": "adaptive"},  # sometimes one task, so one process has none
+    "mask": FILTER | {"filter_groups.action": "mask"},
+    "curriculum": {"tasks.selector": "thompson", "eval.passed": "low"},
+    "end": {"tasks.epochs": 0.8, "tasks.selector": "sequential", "train_batch_size": 2},
+    "own stream": {"draws": None},
+}  # fmt: skip
+
+
+def make(name, **more):
+    case = CASES.get(name, {}) | more
+    rewards = case.pop("rewards", {"total": total, "low": low})
+    policy = Table(case.pop("draws", 4), items="item" in name)
+    case = {
+        "train_batch_size": 3,
+        "num_generations": 4,
+        "optimizer.warmup": 0,
+        "optimizer.lr": 0.5,
+    } | case
+    config = {"steps": 3, "update.max_grad_norm": None} | case
+    trainer = GRPO(policy, TASKS, rewards, config, eval_tasks=TASKS[:3])
+    trainer.optimizer = torch.optim.SGD(policy.parameters(), 1.0)  # steps are gradients
+    return trainer
+
+
+def train(name):
+    "What a run comes to: weights, rows, how it ended, the generator, held-out scores, samples."
+    trainer = make(name).fit()
+    rows = [
+        {k: v for k, v in r.items() if not k.endswith(("_seconds", "_ms", "_time"))}
+        for r in trainer.history
+    ]
+    reason = trainer.last[2].reason if trainer.last else ""
+    state = trainer.generators["sampling"].get_state()
+    drawn = trainer.last[0].states["action"]
+    return (
+        trainer.policy.logits.detach(),
+        rows,
+        str(trainer.stop),
+        reason,
+        state,
+        trainer.evaluate().values,
+        drawn,
+    )
+
+
+def spoilt(kind):
+    "The second process stores wrong log-probs, has a gradient of NaN, or a reward that raises."
+    trainer = make("spoilt", **{"rewards": {"fails": fails}} if kind == "reward" else {})
+    if kind == "old" and place()[0]:
+        sample = trainer.policy.sample
+        trainer.policy.sample = lambda *a, **k: (r := sample(*a, **k)).replace(
+            old_logp_NS=r.old_logp_NS + 0.01
+        )
+    if kind == "gradient" and place()[0]:
+        trainer.policy.logits.register_hook(lambda g: g * torch.nan)
+    row = trainer.step()
+    return (
+        row["upd/n_done"],
+        row["upd/n_skipped"],
+        torch.equal(trainer.policy.logits, Table().logits),
+    )
+
+
+def fails(completion, **_):
+    return 1 / (1 - place()[0])
+
+
+SPOILT = ("old", "gradient", "reward")
+
+
+def run_jobs(rank, jobs, folder, size):
+    "Each job on every process; a result or an error, by rank."
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", world_size=size, rank=rank)
+    assert place() == (rank, size)
+    found = {}
+    for name, f in jobs.items():
+        try:
+            found[name] = f()
+        except Exception as e:
+            found[name] = f"{type(e).__name__}: {e}"
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_processes(jobs, size=2):
+    "{name: [what came of it on each process]}"
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(run_jobs, (jobs, folder, size), nprocs=size, start_method="spawn")
+        found = [torch.load(Path(folder, f"{r}.pt"), weights_only=False) for r in range(size)]
+    return {name: [x[name] for x in found] for name in jobs}
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    jobs = {name: functools.partial(train, name) for name in CASES}
+    return on_processes(jobs | {name: functools.partial(spoilt, name) for name in SPOILT})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_train_with_the_numbers_of_one(two_ranks, name):
+    for found in two_ranks[name]:
+        assert not isinstance(found, str), found
+    (weights, rows, stop, reason, state, scores, drawn), other = two_ranks[name]
+    assert torch.equal(weights, other[0]) and torch.equal(state, other[4])
+    assert (stop, reason, scores) == (other[2], other[3], other[5])
+    one = train(name)
+    assert torch.equal(drawn, other[6])
+    if name == "own stream":  # other samples, by the seed and the rank
+        assert not torch.equal(drawn[:4], drawn[8:]) and not torch.equal(one[6], drawn)
+        return
+    assert torch.equal(drawn, one[6]) and torch.equal(state, one[4])
+    torch.testing.assert_close(weights, one[0], rtol=0, atol=1e-12)
+    assert (stop, reason.split(" > ")[0][:20]) == (one[2], one[3].split(" > ")[0][:20])
+    assert len(rows) == len(one[1]) and scores == one[5]
+    for row, want in zip(rows, one[1]):
+        assert row == pytest.approx(want, rel=1e-9, abs=1e-12, nan_ok=True)
+
+
+def test_the_cases_are_what_they_are_called(two_ranks):
+    rows = {name: two_ranks[name][0][1] for name in CASES}
+    assert two_ranks["kl stop"][0][3] and max(r["upd/n_done"] for r in rows["kl stop"]) < 20
+    assert two_ranks["end"][0][2].startswith("The tasks have come to their end")
+    assert max(r["filter/num_gen_batches"] for r in rows["refill"]) > 1
+    assert max(r["filter/carried"] for r in rows["carry"]) > 0
+    assert rows["one row"][0]["upd/n_planned"] == 12
+
+
+def test_what_is_wrong_on_one_process_is_told_to_all(two_ranks):
+    assert two_ranks["gradient"] == [(0, 1, True)] * 2
+    for said in two_ranks["old"]:
+        assert said.startswith("RatioMismatch") and "up to 0.01" in said
+    other, own = two_ranks["reward"]
+    assert (
+        own.startswith("RewardError: Reward 'fails'")
+        and other == f"PeerError: Process 1 has failed: {own}"
+    )
