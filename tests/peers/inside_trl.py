@@ -21,8 +21,10 @@ from trl import GRPOConfig
 from grpo_nb.advantages import AdvantageConfig, compute_advantages
 from grpo_nb.integrations.trl import GRPOTrainer
 from grpo_nb.lab.record import Run
+from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.scheduler import TasksetScheduler
-from grpo_nb.tasks import data_path
+from grpo_nb.tasks import Taskset, data_path
+from grpo_nb.trainer import GRPO
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 DATA = data_path("tiny-llama")
@@ -44,7 +46,7 @@ def short(prompts, completions, **_):
 FOLDER = Path(tempfile.gettempdir()) / f"inside_trl_{os.environ.get('MASTER_PORT', os.getpid())}"
 
 
-def run(kind, steps=12, iterations=1, lr=1e-4, save=None, resume=None, **options):
+def run(kind, steps=12, iterations=1, lr=1e-4, save=None, resume=None, given=None, **options):
     torch.manual_seed(0)
     rows = [json.loads(x) for x in open(data_path("tasks/middle_train.jsonl"))][:400]
     data = Dataset.from_list([{"prompt": r["prompt"], "answer": r["answer"]} for r in rows])
@@ -54,6 +56,7 @@ def run(kind, steps=12, iterations=1, lr=1e-4, save=None, resume=None, **options
         max_completion_length=10, learning_rate=lr, lr_scheduler_type="constant", logging_steps=1, seed=3,
         report_to=[], use_cpu=True, bf16=False, save_strategy="steps" if save else "no", save_steps=save or 500,
         beta=0.0, disable_tqdm=True, warmup_steps=0, num_iterations=iterations,
+        **(given or {}),
     )  # fmt: skip
     trainer = kind(
         AutoModelForCausalLM.from_pretrained(DATA),
@@ -176,6 +179,27 @@ def record():
         assert {"prompt", "completion", "rewards/right", "advantage"} <= set(samples), list(samples)
 
 
+def own_trainer(mode, steps):
+    "The same task in our own trainer: its curve beside TRL's."
+    policy = TokenPolicy.from_pretrained(DATA, max_new_tokens=10)
+    tasks = Taskset.load(data_path("tasks/middle_train.jsonl"))[:400]
+    sizes = {"train_batch_size": 8, "num_generations": 8, "steps": steps, "seed": 3}
+    how = {"optimizer.lr": 1e-4, "optimizer.warmup": 0, "advantage.mode": mode}
+    trainer = GRPO(policy, tasks, [right, short], sizes | how).fit()
+    return [row["rewards/right/mean"] for row in trainer.history]
+
+
+def curves(steps=60):
+    "GRPO and GDPO: TRL's own, ours inside TRL, and our own trainer."
+    own = {"grpo": {}, "gdpo": {"multi_objective_aggregation": "normalize_then_sum"}}
+    found = {}
+    for mode, given in own.items():
+        found[f"{mode}, TRL"] = run(trl.GRPOTrainer, steps, given=given)[0]["right"]
+        found[f"{mode}, ours in TRL"] = run(GRPOTrainer, steps, advantage=mode)[0]["right"]
+        found[f"{mode}, our trainer"] = own_trainer(mode, steps)
+    return found
+
+
 def main():
     base, theirs, _ = run(trl.GRPOTrainer)
     ours, mine, _ = run(GRPOTrainer, advantage="grpo")
@@ -218,8 +242,6 @@ def main():
     drawn, stop = curriculum(), kl_stop()
     record()
     trainer.accelerator.wait_for_everyone()
-    if trainer.accelerator.is_main_process:
-        shutil.rmtree(FOLDER)
     if len(sys.argv) > 1:
         runs = {
             "TRL": base,
@@ -235,10 +257,12 @@ def main():
         }
         out = {
             "command": "make trl", "seed": 3, "versions": versions, "processes": WORLD, "runs": runs,
-            "largest_difference_of_advantages": worst, "groups_that_vary": min(varied), "call": call, "kl_stop": stop,
+            "largest_difference_of_advantages": worst, "groups_that_vary": min(varied), "call": call, "kl_stop": stop, "curves": curves(),
         }  # fmt: skip
         with open(sys.argv[1], "w") as f:
             json.dump(out, f)
+    if trainer.accelerator.is_main_process:
+        shutil.rmtree(FOLDER)
 
 
 if __name__ == "__main__":
