@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['make_safe_relevance_func_individual', 'make_safe_safety_func_individual', 'make_safe_reward_func_individual',
-           'sample_with_trajectory', 'get_batch_log_prob', 'compute_group_advantages', 'compute_grpo_loss',
-           'make_safe_relevance_func', 'make_safe_safety_func', 'make_safe_reward_func']
+           'sample_with_trajectory', 'get_batch_log_prob', 'compute_group_advantages', 'compute_kl_penalty',
+           'compute_grpo_loss', 'make_safe_relevance_func', 'make_safe_safety_func', 'make_safe_reward_func']
 
 # %% ../nbs/07_compat.ipynb #13cb389e
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from torch import Tensor
 from .advantages import grpo
 from .core import Rollout
 from .list_parsing import ListParser
-from .losses import Clip, LossConfig, policy_loss, report
+from .losses import Clip, LossConfig, kl_penalty, policy_loss, report
 from .policies.diffusion import DiffusionPolicy, effective_clip
 from grpo_nb.ranking import (
     SafetyOracle,
@@ -55,6 +55,14 @@ def compute_group_advantages(
 ) -> Tensor:  # (N,)
     "`advantages.grpo`: reward minus the group's mean, over its deviation."
     return grpo(rewards, group_N, **options)
+
+
+def compute_kl_penalty(
+    new_log_prob: Tensor,  # (N, S) of the policy that sampled
+    log_prob_ref: Tensor,  # (N, S) of the reference policy
+) -> Tensor:  # (N,) estimates of KL(policy || reference) of whole trajectories
+    "`losses.kl_penalty`, summed over the steps."
+    return kl_penalty(new_log_prob, log_prob_ref).sum(1)
 
 
 def compute_grpo_loss(

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from grpo_nb.advantages import compute_advantages
-from grpo_nb.cli import main
+from grpo_nb.cli import _open_block, _read_block, main
 from grpo_nb.config import build_config, describe, override
 from grpo_nb.core import seeded
 from grpo_nb.lab.checkpoint import check_seal, latest
+from grpo_nb.lab.frames import flat_keys
 from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_rewards
 from grpo_nb.lab.record import Run
+from grpo_nb.lab.spec import Spec
 from grpo_nb.losses import Clip, LossConfig
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.reward_runner import RewardRunner
@@ -232,6 +234,11 @@ def test_every_shipped_recipe_is_valid():
     assert len(recipes) >= 2
     for recipe in recipes:
         assert isinstance(load_config(recipe), GRPOConfig)
+        config, block = _open_block(recipe)
+        if block:  # and so is what it compares
+            asked = _read_block(block)
+            base = override(config, flat_keys(asked.pop("base", {})))
+            Spec(base=base, **{k: v for k, v in asked.items() if k in Spec.__dataclass_fields__})
 
 
 def test_rewards_per_rank_need_to_know_the_rank_of_a_token():

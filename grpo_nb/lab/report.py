@@ -129,6 +129,10 @@ def _about_runs(table: "Table") -> list[str]:
         tried = "; ".join(f"{k} in {v}" for k, v in study.tuned.items())
         how = f"{study.spec['metric']} on seeds {tune['seeds']}, {tune['tasks'] or 'the reported tasks'}"
         out.append(f"Tuned alike: {tried}, by {how}.")
+        sure = {k: v for k, v in study.certainty().items() if k in shown}
+        if sure and len(tune["seeds"]) > 1:
+            said = ", ".join(f"{k} {v:.0%}" for k, v in sure.items())
+            out.append(f"Resampled tuning seeds choose the same in: {said}.")
     for key in study.tuned:
         if edge := [name for name in shown if key in study.edges().get(name, ())]:
             out.append(f"At the edge of the grid of {key}: {', '.join(edge)}.")

@@ -226,3 +226,18 @@ def tuning(self: Study):
     frame["chosen"] = [bool(m) and m.items() <= r["overrides"].items() for m, r in zip(mine, runs)]
     frame["edge"] = [c and r["variant"] in edges for c, r in zip(frame["chosen"], runs)]
     return frame
+
+# %% ../../nbs/lab/04_study.ipynb #4c5f2e20
+@patch
+def certainty(self: Study, resamples: int = 2000, seed: int = 0) -> dict[str, float]:  # by variant
+    "In which share of resampled tuning seeds a variant chooses what it has chosen."
+    frame, metric, rng, out = self.tuning(), self.spec["metric"], np.random.default_rng(seed), {}
+    sign = -1 if _is_lower(metric, self.spec.get("lower_is_better", ())) else 1
+    for name, runs in frame.groupby("variant", sort=False):
+        runs = runs.assign(value=list(zip(*(runs[k] for k in self.tuned))))
+        score_SV = sign * runs.pivot(index="seed", columns="value", values=metric)
+        drawn = rng.integers(len(score_SV), size=(resamples, len(score_SV)))
+        means = score_SV.fillna(-np.inf).to_numpy()[drawn].mean(1)
+        best = score_SV.columns.get_loc(runs.loc[runs["chosen"], "value"].iloc[0])
+        out[name] = float((means.argmax(1) == best).mean())
+    return out
