@@ -444,6 +444,7 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
         ("eval.(samples|greedy|limit)", not trainer.eval_tasks, "needs held-out tasks"),
         ("filter_groups.(?!metric).*", unfiltered, "needs filter_groups.enable"),
         ("tasks.shuffle", c.tasks.selector, "the selector decides"),
+        ("optimizer.min_lr_ratio", c.optimizer.schedule == "constant", "the rate does not decay"),
         ("rewards.run.(timeout_s|memory_mb)", alone, "needs workers"),
         *((f"advantage.{k}", k not in takes, f"{mode!r} has none") for k in _ESTIMATOR_OPTIONS),
     ]
