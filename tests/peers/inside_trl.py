@@ -189,7 +189,7 @@ def own_trainer(mode, steps):
     return [row["rewards/right/mean"] for row in trainer.history]
 
 
-def curves(steps=60):
+def curves(steps=30):
     "GRPO and GDPO: TRL's own, ours inside TRL, and our own trainer."
     own = {"grpo": {}, "gdpo": {"multi_objective_aggregation": "normalize_then_sum"}}
     found = {}
