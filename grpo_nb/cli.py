@@ -32,7 +32,7 @@ from .lab.runs import FailedRun
 from .lab.spec import Spec
 from .lab.study import Study
 from .lab.what_if import what_if
-from .processes import say
+from .processes import PeerError, first_to_tell, join_processes, say
 from .tasks import data_path
 from .trainer import GRPO
 
@@ -336,18 +336,29 @@ def _print_config(recipe: str | None, overrides: Sequence[str] = ()) -> None:
         print(f"  {key}: {_yaml_value(value)}  # {_BLOCK.get(key, 'unknown')}")
 
 # %% ../nbs/07_cli.ipynb #609851a5
+def _join(command: str) -> None:
+    "Work with the other processes of a launcher, where a command knows how to."
+    if command in ("train", "eval"):
+        join_processes()
+    elif int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ValueError(
+            f"grpo-nb {command} was started {os.environ['WORLD_SIZE']} times over: only train and eval work in several processes."
+        )
+
+
 def _run_command(a: argparse.Namespace) -> int:
     "Carry out a parsed command."
     first = {"train": "recipe", "config": "recipe", "eval": "tasks"}.get(a.command, "command")
     if "=" in (getattr(a, first) or ""):  # no recipe, no tasks
         a.overrides = [getattr(a, first), *a.overrides]
         setattr(a, first, None)
+    _join(a.command)
     if a.command == "config":
         _print_config(a.recipe, a.overrides)
     elif a.command == "train":
         return 130 if train(a.recipe, a.overrides, a.library, a.processes).interrupted else 0
     elif a.command == "eval":
-        print(_evaluate(a.checkpoint, a.tasks, a.overrides))
+        say(_evaluate(a.checkpoint, a.tasks, a.overrides))
     elif a.command == "what-if":
         print(_what_if(a.run, a.advantage, a.filter, a.plot))
     elif a.command == "parse-log":
@@ -380,11 +391,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # grpo-nb config | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 141
-    except (ValueError, OSError, RunLocked, FloatingPointError, FailedRun) as e:
-        print(f"grpo-nb: {' '.join(str(e).split())}", file=sys.stderr)
-        return 1 if isinstance(e, FailedRun) else 2
+    except (ValueError, OSError, RunLocked, FloatingPointError, FailedRun, PeerError) as e:
+        if first_to_tell():
+            print(f"grpo-nb: {' '.join(str(e).split())}", file=sys.stderr, flush=True)
+        return 1 if isinstance(e, (FailedRun, PeerError)) else 2
     except KeyboardInterrupt:
-        print("grpo-nb: interrupted", file=sys.stderr)
+        if first_to_tell():
+            print("grpo-nb: interrupted", file=sys.stderr)
         return 130
 
 # %% ../nbs/07_cli.ipynb #58ba80b5

@@ -10,6 +10,8 @@ import torch.multiprocessing as mp
 
 from grpo_nb.advantages import ADVANTAGES
 from grpo_nb.core import Rollout, seeded
+from grpo_nb.lab.recipe import GRPOConfig
+from grpo_nb.lab.session import check_resume
 from grpo_nb.losses import AGGREGATIONS
 from grpo_nb.processes import place
 from grpo_nb.trainer import GRPO
@@ -233,3 +235,57 @@ def test_what_is_wrong_on_one_process_is_told_to_all(two_ranks):
         own.startswith("RewardError: Reward 'fails'")
         and other == f"PeerError: Process 1 has failed: {own}"
     )
+
+
+# --------------------------------------------------------------------------------------------- resume, refusals
+
+
+def resumes(folder):
+    "A run with a stop is the run without one, bit for bit, on two processes."
+
+    assert GRPO.config_class is GRPOConfig
+
+    def begin(where):
+        keys = {
+            "run.dir": where,
+            "run.progress": False,
+            "filter_groups.enable": True,
+            "filter_groups.surplus": "carry",
+        }
+        return make("resumed", **keys, **{"filter_groups.max_staleness": 3, "checkpoint.every": 1})
+
+    parts = {
+        "policy": Table,
+        "tasks": lambda: TASKS,
+        "rewards": lambda: {"total": total, "low": low},
+    }
+    return check_resume(begin, 3, folder, eval_tasks=lambda: TASKS[:3], **parts).name, len(
+        list(Path(folder).iterdir())
+    )
+
+
+def refused(keys, tasks=TASKS):
+    "The mistake in a configuration, told before the model is asked for."
+    tasks = tasks[place()[0] :] if keys.pop("differ", False) else tasks
+    try:
+        GRPO.from_config(
+            {"policy.model": "no such model", **keys}, tasks=tasks, rewards={"total": total}
+        )
+    except ValueError as e:
+        return str(e)
+
+
+def test_a_run_on_two_processes_resumes_bit_for_bit_and_differences_are_refused(tmp_path):
+    jobs = {"resume": functools.partial(resumes, str(tmp_path))}
+    keys = {"batch": {"train_batch_size": 1}, "data": {"differ": True}, "fine": {}}
+    jobs |= {k: functools.partial(refused, v) for k, v in keys.items()}
+    found = on_processes(jobs)
+    assert found["resume"] == [("cut2", 3)] * 2  # one folder for each run: no second record
+    assert (
+        found["batch"]
+        == ["train_batch_size=1 tasks are too few for 2 processes: give each at least one."] * 2
+    )
+    assert found["data"][0] == found["data"][1] and found["data"][0].startswith(
+        "the data is ['list (5 tasks"
+    )
+    assert "no such model" in found["fine"][0]
