@@ -9,10 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from vllm_server import FakeVLLM, always, broken, once, slow
+from vllm_server import FakeVLLM, always, broken, once, slow, tiny
 
 from grpo_nb.core import seeded
-from grpo_nb.integrations.vllm import VLLM, ServerLost
+from grpo_nb.integrations.vllm import VLLM, ServerLost, weights_label
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.session import check_resume
 from grpo_nb.policies.tokens import TokenPolicy, open_engine
@@ -22,20 +22,17 @@ from grpo_nb.update import RatioMismatch, UpdateConfig, update
 
 RECORDED = Path(__file__).parent / "recorded" / "vllm"
 TASKS = Taskset.load(data_path("tasks/middle_train.jsonl"))
-TINY = str(data_path("tiny-llama"))
 
 
 @pytest.fixture
 def server():
-    with FakeVLLM(TINY) as found:
+    with FakeVLLM() as found:
         yield found
 
 
-def policy_at(url, patience=5, timeout=5, model=TINY, max_new_tokens=10, engine=(), **options):
+def policy_at(url, patience=60, timeout=60, max_new_tokens=10, engine=(), **options):
     engine = VLLM(url, wait_s=patience, timeout_s=timeout, **dict(engine))
-    return TokenPolicy.from_pretrained(
-        model, max_new_tokens=max_new_tokens, engine=engine, **options
-    )
+    return TokenPolicy(*tiny(), max_new_tokens=max_new_tokens, engine=engine, **options)
 
 
 def recorded(name):
@@ -124,7 +121,7 @@ def test_the_server_gets_the_weights_when_they_have_changed(server, tmp_path):
     engine = policy.engine
     policy.sample(TASKS[:2], 2, seeded(0))
     policy.sample(TASKS[:2], 2, seeded(1))
-    assert engine.version == 1 and server.version == engine.label
+    assert engine.version == 1 and server.version == weights_label(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), 0.02, fused=True)
     for version in (2, 3):
         r = policy.sample(TASKS[:4], 4, seeded(0))
@@ -227,7 +224,8 @@ def test_what_the_server_refuses_is_an_error_at_once(server, name):
     start = time.monotonic()
     with pytest.raises(ValueError, match=str(said["status"])) as e:
         policy.sample(TASKS[:3], 4, seeded(5))
-    assert said["answer"]["error"]["message"] in str(e.value) and time.monotonic() - start < 2
+    assert said["answer"]["error"]["message"] in str(e.value)
+    assert time.monotonic() - start < 20
 
 
 def test_a_server_that_was_restarted_gets_the_weights_again(server):
@@ -248,6 +246,31 @@ def test_a_server_that_was_restarted_gets_the_weights_again(server):
     got = policy.sample(TASKS[:3], 4, seeded(5))
     assert torch.equal(got.states["completion_ids"], want.states["completion_ids"])
     assert policy.engine.version == 3
+
+
+def test_of_several_processes_the_first_gives_the_weights(server, monkeypatch):
+    first, second = policy_at(server.url), policy_at(server.url)
+    with torch.no_grad():
+        for policy in (first, second):
+            for p in policy.parameters():
+                p.mul_(1.05)
+    rank = threading.local()
+    monkeypatch.setattr("grpo_nb.integrations.vllm.place", lambda: (getattr(rank, "is", 0), 2))
+    found = []
+
+    def other():
+        setattr(rank, "is", 1)
+        found.append(second.sample(TASKS[3:5], 4, seeded(1)))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    time.sleep(0.5)
+    assert not found  # it waits
+    first.sample(TASKS[:3], 4, seeded(1))
+    thread.join(10)
+    assert first.engine.version == 1 and second.engine.version == 0
+    assert (found[0].old_logp_NS - found[0].states["sampler_logp"]).abs().max() < 1e-5
+    assert first.draws is None
 
 
 def test_two_runs_at_one_server_are_told(server):
@@ -278,19 +301,20 @@ def test_a_failed_reload_says_what_to_look_at(server):
 
 
 def test_a_hung_server_is_given_up(server):
-    policy = policy_at(server.url, timeout=0.3)
-    server.troubles = [always("/v1/completions", slow(3))]
+    policy = policy_at(server.url)
+    policy.engine.config.timeout_s = 0.3
+    server.troubles = [always("/v1/completions", slow(40))]
     start = time.monotonic()
     with pytest.raises(ServerLost, match="did not answer /v1/completions within timeout_s=0.3"):
         policy.sample(TASKS[:3], 4, seeded(5))
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
 
 
 def test_a_server_that_starts_later_is_waited_for(capsys):
-    with FakeVLLM(TINY) as first:
+    with FakeVLLM() as first:
         port = first.http.server_port
     late = []
-    timer = threading.Timer(2.5, lambda: late.append(FakeVLLM(TINY, port=port)))
+    timer = threading.Timer(2.5, lambda: late.append(FakeVLLM(port=port)))
     timer.start()
     policy = policy_at(f"http://127.0.0.1:{port}", patience=20)
     assert len(policy.sample(TASKS[:1], 2, seeded(0))) == 2
@@ -310,12 +334,12 @@ def test_no_server_is_told_before_anything_is_loaded():
 
 def test_ctrl_c_ends_the_wait_at_once(server):
     policy = policy_at(server.url, timeout=60)
-    server.troubles = [always("/v1/completions", slow(5))]
+    server.troubles = [always("/v1/completions", slow(40))]
     threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         policy.sample(TASKS[:3], 4, seeded(5))
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 20
     server.troubles = []
     assert len(policy.sample(TASKS[:3], 4, seeded(5))) == 12
 
@@ -376,7 +400,7 @@ def test_prompts_too_long_for_the_server_are_named_before_anything_is_sent(serve
 
 
 def recipe(url, folder, **more):
-    engine = {"kind": "vllm", "url": url, "wait_s": 5}
+    engine = {"kind": "vllm", "url": url, "wait_s": 60}
     keys = {"policy.engine": engine, "policy.max_new_tokens": 10, "optimizer.lr": 1e-3}
     keys |= {"optimizer.warmup": 2, "train_batch_size": 8, "num_generations": 8}
     keys |= {"run.dir": folder, "run.progress": False, "eval.every": 0} | more

@@ -1,6 +1,8 @@
 """A small server with vLLM's API in this process: it samples with a model of ours, and can be told to misbehave."""
 
 import contextlib
+import copy
+import functools
 import json
 import threading
 import time
@@ -11,14 +13,24 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_nb.core import seeded
+from grpo_nb.policies.loading import load_model
 from grpo_nb.policies.tokens import TokenPolicy
+from grpo_nb.tasks import data_path
+
+_loaded = functools.cache(load_model)
+
+
+def tiny():
+    "A model of one's own, and the tokenizer."
+    model, tokenizer = _loaded(str(data_path("tiny-llama")))
+    return copy.deepcopy(model), tokenizer
 
 
 class FakeVLLM:
     "Answers like vLLM 0.32; `troubles` is a list of functions (path, body) -> None, (status, answer) or an exception."
 
-    def __init__(self, model="data/tiny-llama", limit=128, mode="processed_logprobs", port=0):
-        self.policy = TokenPolicy.from_pretrained(model)
+    def __init__(self, limit=128, mode="processed_logprobs", port=0):
+        self.policy = TokenPolicy(*tiny())
         self.limit, self.mode = limit, mode
         self.first = {k: v.clone() for k, v in self.policy.model.state_dict().items()}
         self.version, self.asked, self.troubles = "default", [], []

@@ -109,9 +109,9 @@ class TokenPolicy:
         return self.network.device
 
     @property
-    def draws(self) -> int:
-        "Uniform numbers that `sample` takes for each sample, see `sample_in_shares`."
-        return self.max_new_tokens
+    def draws(self) -> int | None:
+        "Uniform numbers that `sample` takes for each sample, see `sample_in_shares`; an engine has its own."
+        return self.max_new_tokens if self.engine is None else None
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #d1eca90c
 def _stop_ids(stop: int | str | list | None, tokenizer) -> list[int]:
@@ -418,9 +418,7 @@ def _generate(self: TokenPolicy, ids_PL, length_P, index_N, uniform_NS, greedy=F
     return token_NS, mask_NS, logp_NS, entropy_NS
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #c7a9ab24
-_ENGINES = {
-    "vllm": ("grpo_nb.integrations.vllm", "VLLM")
-}  # kind: where it is, imported when asked for
+_ENGINES = {"vllm": ("grpo_nb.integrations.vllm", "VLLM")}  # imported when asked for
 
 
 def open_engine(
