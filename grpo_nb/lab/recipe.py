@@ -64,7 +64,7 @@ class PolicyConfig:
 
     model: str = "data:tiny-llama"  # folder, hub name, *.gguf, gguf:PACKAGE, or data:NAME in data/
     dtype: str = "float32"  # of the weights
-    device: str = "cpu"  # where it runs
+    device: str = "auto"  # where it runs: cuda, mps or cpu, the first there is
     max_new_tokens: Count = 64  # longest completion
     temperature: Positive = 1.0  # of sampling
     top_k: Natural = 0  # 0 = all tokens

@@ -30,7 +30,7 @@ class ModelNotFound(ValueError):
 def load_model(
     source: str | Path,  # a folder, data:NAME, a hub name, a *.gguf file, or "gguf:PACKAGE"
     dtype: str | torch.dtype = torch.float32,  # precision of the weights
-    device: str = "cpu",  # where the model lives
+    device: str = "auto",  # where the model lives: cuda, mps or cpu, the first there is
 ) -> tuple:  # a transformers causal LM, its tokenizer
     "Load model and tokenizer; `ModelNotFound` says what is missing or names the damaged file."
     if isinstance(dtype, str):
@@ -52,9 +52,13 @@ def load_model(
 
 # %% ../../nbs/method/02_policies.loading.ipynb #e8589692
 def find_device(
-    name: str | torch.device,  # "cpu", "cuda", "cuda:1", "mps"
+    name: str | torch.device,  # "cpu", "cuda", "cuda:1", "mps"; "auto": the best of this machine
 ) -> torch.device:
     "The device of this name; a ValueError if this machine does not have it."
+    if name == "auto":
+        name = "mps" if torch.backends.mps.is_available() else "cpu"
+        if torch.cuda.is_available():  # each process of a launcher has its own
+            name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
         torch.zeros(1, device=name).tolist()
         return torch.device(name)

@@ -133,7 +133,7 @@ def from_pretrained(
     cls: TokenPolicy,
     source: str | Path,  # a folder, a hub name, a *.gguf file, or "gguf:PACKAGE"
     dtype: str | torch.dtype = torch.float32,  # precision of the weights
-    device: str = "cpu",  # where the model lives
+    device: str = "auto",  # where the model lives: cuda, mps or cpu, the first there is
     **kwargs,  # further arguments of TokenPolicy
 ) -> TokenPolicy:
     "Load model and tokenizer, see `load_model`."
@@ -192,6 +192,20 @@ def load_state_dict(self: TokenPolicy, state: dict[str, Tensor]):
     if wrong:
         raise ValueError(f"These weights belong to another model: {sorted(wrong)[:3]} do not fit.")
     return self.model.load_state_dict(state, strict=not self.lora)
+
+# %% ../../nbs/method/03_policies.tokens.ipynb #eaf8f2bc
+@patch
+def micro_tokens(self: TokenPolicy, rollout: Rollout) -> int:
+    "Completion tokens per backward pass: activations take four times the weights, or 1 GiB if that is more."
+    c, p = self.model.config.get_text_config(), next(self.model.parameters())
+    wide = 14 * c.hidden_size + 4 * (getattr(c, "intermediate_size", None) or 4 * c.hidden_size)
+    room = max(2**30, 4 * sum(x.numel() * x.element_size() for x in self.model.parameters()))
+    tokens = room // (c.num_hidden_layers * wide * p.element_size())
+    steps = int(rollout.mask_NS.sum())
+    prompts = int(rollout.states["prompt_len"].sum())
+    if self.share_prefix:
+        prompts = prompts * rollout.num_groups // max(len(rollout), 1)
+    return max(1, tokens * steps // max(steps + prompts, 1))
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #da7854a4
 @patch
