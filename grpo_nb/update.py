@@ -49,9 +49,10 @@ def update(
     out.sampling = _sampling(c, rollout, batch["weight"])
     exact = getattr(policy, "kl_old", None) if c.kl_stop.stat != "k3" else None
     last_NS = batch["old"]  # log-probs at the beginning of the last epoch
+    steps_per_pass = _steps_per_pass(c, policy, rollout)
     for epoch in range(c.num_epochs):  # K passes over the same rollout
         if c.scheme in ("progressive", "previous_epoch") and epoch:
-            now_NS = rollout_logp(policy, rollout, c.micro_tokens)
+            now_NS = rollout_logp(policy, rollout, steps_per_pass)
             batch["anchor"] = now_NS if c.scheme == "progressive" else last_NS
             last_NS = now_NS
         parts = _minibatches(c, rollout, generator)
@@ -60,7 +61,7 @@ def update(
             _drop_gradients(policy)
             window = window_counts(batch["mask"][part], batch["kl_mask"][part], c.loss.count_empty)
             rows, seen = own_rows(rollout.lengths_N, part[~batch["skipped"][part]]), []
-            for micro in micro_batches(rollout.lengths_N, rows, c.micro_tokens):
+            for micro in micro_batches(rollout.lengths_N, rows, steps_per_pass):
                 piece = rollout[micro]
                 logp_NS, entropy_NS = _logp_and_entropy(c, policy, piece)
                 x = _rows(batch, micro, logp_NS.device)
@@ -127,7 +128,9 @@ class UpdateConfig:
     num_epochs: Count = 1  # K passes over the rollout
     minibatch_size: Count | None = None  # samples per optimizer step; None: all of them
     whole_groups: bool = True  # minibatches never split siblings
-    micro_tokens: Count | None = None  # steps per backward pass, to bound memory; None: no limit
+    micro_tokens: Count | None = (
+        None  # steps per backward pass, to bound memory; None: the policy's choice
+    )
     scheme: Literal["fixed", "progressive", "previous_epoch", "reference", "on_policy"] = (
         "fixed"  # see above
     )
@@ -226,6 +229,12 @@ def own_rows(
     return rows[owner == rank]
 
 # %% ../nbs/method/02_update.ipynb #665fe821
+def _steps_per_pass(c: "UpdateConfig", policy: Policy, rollout: Rollout) -> int | None:
+    "The limit of the configuration, or what the policy finds room for."
+    offered = getattr(policy, "micro_tokens", None)
+    return c.micro_tokens or (offered(rollout) if offered else None)
+
+
 @torch.no_grad()
 def rollout_logp(
     policy: Policy,  # any policy
@@ -341,7 +350,11 @@ def _minibatches(c, rollout, generator) -> list[Tensor]:
 def _columns(c, rollout, advantages, reference) -> dict:
     "What the loss needs beside the log-probs, one row per sample; `anchor` is what the ratio is relative to."
     old_NS = None if c.scheme == "on_policy" else rollout.old_logp_NS
-    ref_NS = rollout_logp(reference, rollout, c.micro_tokens) if c.needs_reference else None
+    ref_NS = (
+        rollout_logp(reference, rollout, _steps_per_pass(c, reference, rollout))
+        if c.needs_reference
+        else None
+    )
     kl_mask_NS, skipped_N = kl_mask_and_skipped(c, rollout, advantages)
     skipped_N = skipped_N | ~rollout.taken_N.cpu()
     age_N = torch.as_tensor(rollout.info.get("age", torch.zeros(len(rollout))))
