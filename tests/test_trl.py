@@ -31,6 +31,14 @@ def test_the_recorded_curve_is_trl_s_own():
     assert RUNS["groups_that_vary"] == 1 and len(ours["loss"]) == 12
 
 
+def test_gdpo_and_grpo_inside_trl_have_the_curves_of_trl_s_own():
+    curves = RUNS["curves"]
+    for mode in ("grpo", "gdpo"):
+        assert curves[f"{mode}, TRL"] == curves[f"{mode}, ours in TRL"]
+        assert len(curves[f"{mode}, our trainer"]) == len(curves[f"{mode}, TRL"]) >= 30
+    assert curves["grpo, TRL"] != curves["gdpo, TRL"]
+
+
 def test_without_trl_or_with_another_one_a_line_says_what_to_install():
     if inside._TRLTrainer is object:
         with pytest.raises(ValueError, match="pip install trl==1.16.0"):
