@@ -301,54 +301,6 @@ def test_selector_with_two_argument_update_still_works():
     assert s.selectors[0].got == ([1], [0.5])
 
 
-# Exact resume ------------------------------------------------------------------------------------
-
-VARIANTS = {
-    "fixed": (["sequential", "shuffle", "random"], "size"),
-    "learning": (["difficulty_based", "thompson", "greso"], "size"),
-    "more": (["shuffle", "learnability", "difficulty_based"], {"easy": 1, "mid": 2, "hard": 1}),
-    "stages": (["shuffle", "random", "thompson"], {"kind": "stages", "stages": [{"samples": 40, "weights": {"easy": 1, "mid": 1}}, {"weights": {"mid": 1, "hard": 2}}]}),
-}  # fmt: skip
-
-
-KEYS = {"difficulty_based": ["weak", "strong"]}
-WRAP = {"wrap": "epochs"}
-OPTIONS = {
-    "difficulty_based": {"tau": 0, "do_sample": True, "target_reward": 0.5, **WRAP},
-    "thompson": WRAP, "random": WRAP, "learnability": WRAP,
-}  # fmt: skip
-
-
-def make_three(label):
-    names, shares = VARIANTS[label]
-    rng, data = np.random.default_rng(0), {}
-    for name, size in (("easy", 17), ("mid", 40), ("hard", 9)):
-        weak = rng.random(size) * 0.5
-        data[name] = Table(size, {"weak": weak, "strong": weak + 0.4})
-    selectors = [TaskSelectorConfig(s, 7, KEYS.get(s, []), OPTIONS.get(s, {})) for s in names]
-    return TasksetScheduler(data, 6, selectors, total_epochs=None, seed=3, shares=shares)
-
-
-def step(s, t):
-    "A step that may draw more (filter groups) and gives feedback, or forgets to."
-    rng, rows = np.random.default_rng(t), []
-    for draw in range(1 + t % 3):
-        batch = s.read(None if draw == 0 else 4)
-        rows.append(pairs(batch))
-        if t % 5:
-            f = {}
-            for key, i in pairs(batch):
-                entry = f.setdefault(key, {"indices": [], "values": [], "counts": []})
-                for name, x in zip(entry, (i, rng.integers(0, 9) / 8, int(rng.integers(1, 9)))):
-                    entry[name].append(x)
-            s.update({SELECTOR_METRIC: f, "reward/mean": 0.0})
-    return rows
-
-
-def saved(s):
-    return pickle.loads(pickle.dumps(s.state_dict()))
-
-
 def canonical(state, path=""):
     "A state as bytes: names, scalars and the bytes of arrays."
     if isinstance(state, dict):
@@ -356,30 +308,6 @@ def canonical(state, path=""):
     if isinstance(state, np.ndarray):
         return f"{path} {state.dtype} {state.shape} ".encode() + state.tobytes()
     return f"{path} {state!r}\n".encode()
-
-
-@pytest.mark.parametrize("label", list(VARIANTS))
-def test_stop_at_every_step_and_resume_twice(label):
-    steps, s = 40, make_three(label)
-    states, stream = [], []
-    for t in range(steps):
-        states.append(saved(s))
-        stream.append(step(s, t))
-    states.append(saved(s))
-    for k in range(steps):
-        s, end = make_three(label), min(k + 6, steps)
-        s.load_state_dict(states[k])
-        for t in range(k, end):
-            if t == k + 3:  # a second stop, inside the same epoch
-                old = saved(s)
-                s = make_three(label)
-                s.load_state_dict(old)
-            assert step(s, t) == stream[t], (k, t)
-        # all that decides the rest of the stream is equal, estimators included, so the rest is
-        assert canonical(saved(s)) == canonical(states[end]), k
-    s = make_three(label)
-    s.load_state_dict(states[5])
-    assert [step(s, t) for t in range(5, steps)] == stream[5:]
 
 
 # Recipes -----------------------------------------------------------------------------------------
