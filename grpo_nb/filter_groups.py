@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['RULES', 'varies', 'GroupDecision', 'keep_groups', 'UnknownFilterMetric', 'total_reward', 'resolve_metric',
-           'check_metrics', 'FilterGroupsConfig', 'metric_varies', 'component_varies', 'sum_varies', 'combined_varies',
-           'weighted_components', 'decide', 'warn_of_shaping', 'p_dead', 'expected_gen_batches', 'recommend',
-           'adaptive_cap', 'next_batch_size']
+           'check_metrics', 'FilterGroupsConfig', 'weighted_components', 'decide', 'warn_of_shaping', 'p_dead',
+           'expected_gen_batches', 'recommend', 'adaptive_cap', 'next_batch_size']
 
 # %% ../nbs/method/01_filter_groups.ipynb #d0010ae5
 import math
@@ -302,27 +301,27 @@ RULES = Registry("filter rule", "one bool per group", torch.bool)
 
 
 @RULES.register("metric")
-def metric_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
+def _metric_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     "One of the named metrics varies."
     values = _metric_values(rollout, config.metrics, config.weights)
     return varies(values, rollout.group_N, config.min_spread)
 
 # %% ../nbs/method/01_filter_groups.ipynb #95eb3c85
 @RULES.register("all_components")
-def component_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
+def _component_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     "A reward component varies that has a weight."
     values = weighted_components(rollout, config.weights)
     return varies(values, rollout.group_N, config.min_spread)
 
 # %% ../nbs/method/01_filter_groups.ipynb #0023664c
 @RULES.register("sum")
-def sum_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
+def _sum_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     "The weighted sum of the components varies."
     return varies(total_reward(rollout, config.weights), rollout.group_N, config.min_spread)
 
 # %% ../nbs/method/01_filter_groups.ipynb #a4d34554
 @RULES.register("combined")
-def combined_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
+def _combined_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     "The combined advantage is not 0 for all."
     groups, x = Groups.of(rollout.group_N), rollout.rewards.double()
     z = group_centre(x, groups) / (groups.expand(group_stats(x, groups).std) + 1e-4)

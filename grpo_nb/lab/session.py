@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RunConfig', 'CheckpointConfig', 'Interrupts', 'Session', 'remember', 'sample_table', 'described', 'part_facts',
-           'tasksets_of', 'task_facts', 'function_name', 'functions_in', 'state_differences', 'check_resume']
+           'functions_in', 'check_resume']
 
 # %% ../../nbs/lab/02_session.ipynb #7c9c1b3b
 import contextlib
@@ -40,7 +40,7 @@ from .frames import whole_groups
 from .progress import Progress
 from .record import Run, is_run, is_timing
 from ..metrics import History
-from ..processes import PeerError, ProcessLost, of_first, place, say
+from ..processes import PeerError, of_first, place, say
 from ..stream import fingerprint
 from ..tasks import Task, data_path
 from ..trainer import GRPO
@@ -190,7 +190,7 @@ def on_fit_end(self: Session, trainer: GRPO):
         raise
     bad = trainer.bad_steps >= trainer.config.max_bad_steps
     if self.interrupted or bad:
-        say(self.how_to_go_on())
+        say(self._how_to_go_on())
     done = trainer.step_done >= trainer.config.steps and not bad
     self.mark("interrupted" if self.interrupted else "finished" if done else "stopped")
 
@@ -277,7 +277,7 @@ def _say_broken_off(self: Session):
             "fit() goes on with new samples."
         )
         return
-    found = self.last_checkpoint()
+    found = self._last_checkpoint()
     go_on = "build the trainer again: nothing of it is on the disk"
     if found is not None:
         go_on = f"GRPO.load({str(found)!r}) goes on from the last checkpoint, which is whole"
@@ -354,13 +354,15 @@ def described(
     if "tasks" in given:
         kept = {} if hasattr(given["tasks"], "read") else tasks  # a stream has its own order
         several = {k: v for k, v in {"tasksets": None, "shares": "size"}.items() if k in kept}
-        train = {"train": _source(*tasksets_of(trainer.stream)), "eval": tasks.get("eval")}
+        train = {"train": _source(*_tasksets(trainer.stream)), "eval": tasks.get("eval")}
         tree["tasks"] = kept | several | train
     if "eval_tasks" in given:
         named = {k: _source(v) for k, v in held.items()} if isinstance(held, Mapping) else None
         tree["tasks"]["eval"] = named or (held and _source(held))
     if "rewards" in given:
-        names = {s.name: {"reward": f"<passed: {function_name(s.function)}>"} for s in runner.specs}
+        names = {
+            s.name: {"reward": f"<passed: {_function_name(s.function)}>"} for s in runner.specs
+        }
         tree["rewards"]["functions"] = names
     tree["rewards"]["run"] = config_tree(runner.config)
     return tree
@@ -382,7 +384,7 @@ def _source(*tasksets: Any) -> str:
         and (tasks.prompt, tasks.rename, tasks.id) == ("prompt", {}, path.stem)
     ):
         return _portable(str(path))
-    return f"<passed: {', '.join(map(task_facts, tasksets))}>"
+    return f"<passed: {', '.join(map(_task_facts, tasksets))}>"
 
 # %% ../../nbs/lab/02_session.ipynb #1b1eee8b
 def part_facts(
@@ -392,9 +394,9 @@ def part_facts(
     held = trainer.eval_tasks or []
     return {
         "policy": _policy_facts(trainer.policy),
-        "tasks": {"tasks": [task_facts(t) for t in tasksets_of(trainer.stream)]},
+        "tasks": {"tasks": [_task_facts(t) for t in _tasksets(trainer.stream)]},
         "eval_tasks": [
-            task_facts(t) for t in (held.values() if isinstance(held, Mapping) else [held])
+            _task_facts(t) for t in (held.values() if isinstance(held, Mapping) else [held])
         ],
         "rewards": dict(zip(trainer.rewards.components, trainer.weights)),
     }
@@ -413,20 +415,18 @@ def _policy_facts(policy: Any) -> dict[str, Any]:
     return facts
 
 
-def tasksets_of(stream: Any) -> list:
-    "The sets of tasks that a stream draws from."
+def _tasksets(stream: Any) -> list:
     return [*getattr(stream, "tasksets", [getattr(stream, "tasks", stream)])]
 
 
-def task_facts(tasks: Any) -> str:
-    "Name, number and checksum of a set of tasks."
+def _task_facts(tasks: Any) -> str:
     name = getattr(tasks, "name", type(tasks).__name__)
     if not hasattr(tasks, "__len__"):
         return name
     return f"{name} ({len(tasks)} tasks, {fingerprint(tasks) or 'not read'})"
 
 
-def function_name(function: Any) -> str:
+def _function_name(function: Any) -> str:
     "Where a function was defined, and a checksum of its text where there is one."
     function = function if hasattr(function, "__qualname__") else type(function)
     with contextlib.suppress(OSError, TypeError):
@@ -586,7 +586,7 @@ def functions_in(
     config,  # a configuration, or a part of it
 ) -> dict[str, str]:  # full key: name of the function
     "The functions of a configuration: a checkpoint keeps their names, never their code."
-    return {key: function_name(value) for key, value in leaves(config) if callable(value)}
+    return {key: _function_name(value) for key, value in leaves(config) if callable(value)}
 
 # %% ../../nbs/lab/02_session.ipynb #5245769f
 @patch
@@ -602,8 +602,6 @@ def _autosave(
         self.trainer.save()
         self.unsaved = None
         of_first(lambda: prune(self.run.dir / "checkpoints", c.keep_last, c.keep_best, c.best))
-    except ProcessLost:
-        raise
     except (CheckpointError, OSError, PeerError) as e:
         self.saved_at, self.unsaved = time.monotonic(), e
         if self.run is not None:
@@ -625,15 +623,15 @@ def _save_due(self: Session, end: bool) -> bool:
 
 # %% ../../nbs/lab/02_session.ipynb #9e3b07fa
 @patch
-def last_checkpoint(self: Session) -> Path | None:  # None: nothing to go on from
+def _last_checkpoint(self: Session) -> Path | None:  # None: nothing to go on from
     "The newest whole checkpoint of the run."
     return None if self.run is None else latest(self.run.dir / "checkpoints")
 
 # %% ../../nbs/lab/02_session.ipynb #e2f6b5f0
 @patch
-def how_to_go_on(self: Session) -> str:
+def _how_to_go_on(self: Session) -> str:
     "What a new process does to continue this run."
-    found = self.last_checkpoint()
+    found = self._last_checkpoint()
     if found is not None:
         step, dir = check_seal(found)["step"], self.run.dir
         at = "" if step == self.trainer.step_done else f" from step {step}, the last checkpoint,"
@@ -676,7 +674,7 @@ def close(
         session.run.close(state)
 
 # %% ../../nbs/lab/02_session.ipynb #f0a559ca
-def state_differences(
+def _state_differences(
     a,  # a state: numbers, strings, tensors, arrays, lists, mappings
     b,  # another
     where: str = "",  # place in the tree
@@ -687,9 +685,9 @@ def state_differences(
         keys = [k for k in {**a, **b} if k not in times and not is_timing(str(k))]
         miss = [f"{where}.{k}" for k in keys if k not in a or k not in b]
         both = [k for k in keys if k in a and k in b]
-        return miss + [x for k in both for x in state_differences(a[k], b[k], f"{where}.{k}")]
+        return miss + [x for k in both for x in _state_differences(a[k], b[k], f"{where}.{k}")]
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
-        return [x for i, p in enumerate(zip(a, b)) for x in state_differences(*p, f"{where}[{i}]")]
+        return [x for i, p in enumerate(zip(a, b)) for x in _state_differences(*p, f"{where}[{i}]")]
     if isinstance(a, (Tensor, np.ndarray)) and type(a) is type(b):
         x, y = (torch.as_tensor(v).detach().cpu().contiguous() for v in (a, b))
         same = x.dtype == y.dtype and x.shape == y.shape
@@ -704,11 +702,11 @@ def differences(
     other: GRPO,
 ) -> list[str]:  # empty: the same, bit for bit
     "What differs between two trainers: state, metrics and samples, times apart."
-    found = state_differences(self.state_dict(), other.state_dict())
+    found = _state_differences(self.state_dict(), other.state_dict())
     if self.run is not None and other.run is not None:
         for name in ("metrics", "samples"):
             rows = [read_jsonl(t.run.dir / f"{name}.jsonl")[0] for t in (self, other)]
-            found += state_differences(*rows, name)
+            found += _state_differences(*rows, name)
     return found
 
 # %% ../../nbs/lab/02_session.ipynb #17c0bd7b

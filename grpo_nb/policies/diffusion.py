@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..config import check_number, one_of
 from ..core import Rollout, check_finite
-from .samplers import Sampler, per_row, wide_dtype
+from .samplers import Sampler, per_row, _wide_dtype
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #1fddf597
 def _over_dims(
@@ -29,7 +29,7 @@ def _over_dims(
     "Sum or mean over the numbers of each step."
     dims = tuple(range(1, x.ndim))
     x = x if valid is None else torch.where(valid, x, 0.0)
-    total = x.sum(dims, dtype=wide_dtype(x.device))
+    total = x.sum(dims, dtype=_wide_dtype(x.device))
     if reduce != "mean":
         return total
     return total / (x[0].numel() if valid is None else valid.expand_as(x).sum(dims).clamp(min=1))

@@ -27,7 +27,7 @@ def per_row(
     return value.reshape(-1, *[1] * (x.ndim - 1)) if value.ndim else value
 
 # %% ../../nbs/method/02_policies.samplers.ipynb #67feff7e
-def wide_dtype(device: torch.device) -> torch.dtype:
+def _wide_dtype(device: torch.device) -> torch.dtype:
     "What sums are accumulated in; an accelerator without float64 sums in float32."
     return torch.float32 if device.type == "mps" else torch.float64
 
@@ -120,7 +120,7 @@ class Sampler:
 @patch
 def table(self: Sampler, values: Sequence[float], step_B: Tensor) -> Tensor:
     "One of the sampler's columns at given steps, float64."
-    return torch.tensor(values, dtype=wide_dtype(step_B.device), device=step_B.device)[step_B]
+    return torch.tensor(values, dtype=_wide_dtype(step_B.device), device=step_B.device)[step_B]
 
 
 @patch
