@@ -22,7 +22,6 @@ from .reward_runner import RewardConfig, RewardRunner
 from .rewards import REWARDS, RewardSpec, reward_function
 from .scheduler import EXPERIENCE_OPERATORS, TasksetScheduler
 from .selectors import SELECTORS, BaseSelector, TaskSelectorConfig
-from .shares import SHARES
 from .statistics import t_interval
 from .tasks import Task, Taskset, data_path
 from .trainer import GRPO

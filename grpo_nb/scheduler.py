@@ -157,9 +157,7 @@ class TasksetScheduler:
         total_steps: int | None = None,  # how long, in reads; goes before total_epochs
         seed: int
         | None = None,  # of the order of tasksets; None: the epoch alone, as in Trinity-RFT
-        shares: str
-        | Mapping
-        | Sequence[float] = "size",  # a policy, {"kind": name, ...}, or weights
+        shares: Any = "size",  # or weights, {"kind": "stages", ...}, an object with ids(start, count)
         operators: Sequence = (),  # experience operators: a name, {name, args}, or an object with `process`
     ):
         self.batch_size = check_number("batch_size", batch_size, 1, whole=True)
@@ -183,8 +181,7 @@ class TasksetScheduler:
             f"  {name}: {size} tasks, {s.config.selector_type}"
             for name, size, s in zip(self.ids, self.sizes, self.selectors)
         ]
-        kind = type(self.shares).__name__
-        return f"TasksetScheduler(batch_size={self.batch_size}, {kind})\n" + "\n".join(rows)
+        return f"TasksetScheduler(batch_size={self.batch_size})\n" + "\n".join(rows)
 
 # %% ../nbs/method/03_scheduler.ipynb #e296bf0d
 def _named(tasksets: Sequence | Mapping) -> tuple[list, list]:

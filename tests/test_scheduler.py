@@ -22,11 +22,7 @@ from grpo_nb.scheduler import (
 )
 from grpo_nb.selectors import SELECTORS, SequentialSelector, TaskSelectorConfig
 from grpo_nb.shares import (
-    SHARES,
     Shares,
-    SizeShares,
-    StageShares,
-    WeightShares,
     make_shares,
 )
 from grpo_nb.tasks import Task
@@ -168,19 +164,18 @@ def test_999_to_1():
     assert len(drawn) == 3000 and drawn.count((0, 0)) == 3 and len(set(drawn)) == 1000
 
 
-def test_custom_share_policy_from_a_recipe():
-    @SHARES.register_module("alternate", force=True)
-    class Alternate(Shares):
+def test_shares_of_one_s_own():
+    class Alternate:
         def ids(self, start, count):
-            return np.arange(start, start + count) % len(self.sizes)
+            return np.arange(start, start + count) % 2
 
-    s = TasksetScheduler([Table(3), Table(3)], 4, shares="alternate")
+    s = TasksetScheduler([Table(3), Table(3)], 4, shares=Alternate())
     assert [k for k, _ in pairs(s.read())] == [0, 0, 1, 1]
 
 
 def test_stages_of_a_seedless_run_start_like_fixed_weights():
-    stages = StageShares([4, 4], None, [{"samples": 8, "weights": [1, 1]}, {"weights": [1, 1]}])
-    assert stages.ids(0, 8).tolist() == SizeShares([4, 4]).ids(0, 8).tolist()
+    stages = Shares([4, 4], None, [{"samples": 8, "weights": [1, 1]}, {"weights": [1, 1]}])
+    assert stages.ids(0, 8).tolist() == Shares([4, 4]).ids(0, 8).tolist()
 
 
 # Length of a run ---------------------------------------------------------------------------------
@@ -373,11 +368,11 @@ def one_sample(**changes):
         (lambda: TasksetScheduler([Table(1)], 1, shares={"kind": "weights", "weights": {"c": 1}}), "'c'"),
         (lambda: make_shares({"kind": "stages", "stags": 1}, ["a"], [5], None), "Did you mean 'stages'"),
         (lambda: make_shares("sise", ["a"], [5], None), "Did you mean 'size'"),
-        (lambda: WeightShares([5, 7], weights=[0, 0]), "not all zero"),
-        (lambda: StageShares([5, 7]), "at least one stage"),
-        (lambda: StageShares([5, 7], stages=[{}]), "Stage 0 has no weights"),
-        (lambda: StageShares([5, 7], stages=[{"weights": [1, 0]}] * 2), "samples >= 1"),
-        (lambda: StageShares([5, 7], stages=[{"samples": 6, "weights": [1, 0]}]), "leave out its samples"),
+        (lambda: Shares([5, 7], stages=[{"weights": [0, 0]}]), "not all zero"),
+        (lambda: Shares([5, 7], stages=[]), "at least one stage"),
+        (lambda: make_shares({"kind": "stages", "stages": [{}]}, ["a"], [5], None), "Stage 0 has no weights"),
+        (lambda: Shares([5, 7], stages=[{"weights": [1, 0]}] * 2), "samples >= 1"),
+        (lambda: Shares([5, 7], stages=[{"samples": 6, "weights": [1, 0]}]), "leave out its samples"),
         (lambda: TasksetScheduler([Table(1)], 1, operators=[{"name": "pass_rate_calculator", "arg": {}}]), "name and maybe args"),
         (lambda: reward_per_sample(one_sample(), "x"), "'x'"),
         (lambda: reward_per_sample(one_sample(rewards_NR=None, reward_names=())), "no info"),
