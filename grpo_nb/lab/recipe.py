@@ -38,9 +38,8 @@ from grpo_nb.config import (
 )
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
-from ..files import hide_secrets, leaves, plain, refuse_hidden
+from ..files import leaves, refuse_hidden
 from .checkpoint import check_seal, latest, read_state, versions
-from .frames import flat_keys
 from .record import is_run
 from grpo_nb.lab.session import (
     CheckpointConfig,
@@ -48,10 +47,7 @@ from grpo_nb.lab.session import (
     described,
     functions_in,
     part_facts,
-    task_facts,
-    tasksets_of,
 )
-from ..processes import check_same, join_processes, of_first, place
 from ..rewards import REWARDS
 from ..scheduler import TasksetScheduler, make_stream, open_entry
 from ..tasks import Task, Taskset, data_path
@@ -64,7 +60,7 @@ class PolicyConfig:
 
     model: str = "data:tiny-llama"  # folder, hub name, *.gguf, gguf:PACKAGE, or data:NAME in data/
     dtype: str = "float32"  # of the weights
-    device: str = "auto"  # where it runs: cuda, mps or cpu, the first there is
+    device: str = "cpu"  # where it runs
     max_new_tokens: Count = 64  # longest completion
     temperature: Positive = 1.0  # of sampling
     top_k: Natural = 0  # 0 = all tokens
@@ -363,7 +359,7 @@ def from_config(
     parts = {"policy": policy, "tasks": tasks, "rewards": rewards, "eval_tasks": eval_tasks}
     names = {"policy": "policy.", "tasks": "tasks.", "rewards": "rewards.functions."}
     refuse_hidden(config_tree(config), tuple(names[k] for k in names if parts[k] is not None))
-    _ask_for_parts(config, parts)
+    _ask_for_passed(config_tree(config), [k for k in parts if parts[k] is not None])
     openers = {
         "policy": lambda: open_policy(config.policy),
         "rewards": lambda: open_rewards(config.rewards),
@@ -376,10 +372,7 @@ def from_config(
     opened = [k for k in openers if parts[k] is None]
     if tasks is not None and "tasks.eval" not in given_keys(config) and eval_tasks is None:
         opened.remove("eval_tasks")  # the default is made for other tasks
-    parts |= {k: openers[k]() for k in opened if k != "policy"}
-    _check_processes(config, parts["tasks"])  # before a model is loaded
-    if "policy" in opened:
-        parts["policy"] = openers["policy"]()
+    parts |= {k: openers[k]() for k in opened}
     return cls(**parts | {"config": config, "opened": opened, **kwargs})
 
 
@@ -389,35 +382,25 @@ def _open_application(config: GRPOConfig) -> dict[str, Any]:
     return importlib.import_module(f"grpo_nb.applications.{name}").open_parts(config)
 
 
-def _check_processes(config: TrainerConfig, tasks: Any) -> None:
-    "Refuse processes that would not train the same, or of which some would have nothing to do."
-    join_processes()
-    if (size := place()[1]) == 1:
-        return
-    if config.train_batch_size < size:
-        raise ValueError(
-            f"train_batch_size={config.train_batch_size} tasks are too few for {size} processes: give each at least one."
-        )
-    same = flat_keys(hide_secrets(plain(config_tree(config)))) | {"versions": versions()}
-    check_same(same | {"the data": [task_facts(t) for t in tasksets_of(tasks)]})
-
-
-GRPO.accompany(lambda trainer: _check_processes(trainer.config, trainer.stream))
-
-
-def _ask_for_parts(config: GRPOConfig, parts: Mapping) -> None:
-    "Objects of somebody's own were passed when the run was made: name those that are missing."
-    lost = {}
-    for key, value in flat_keys(config_tree(config)).items():
+def _ask_for_passed(tree: Mapping, given: Sequence[str]) -> None:
+    "Objects and functions were passed when the run was made: name those that are missing."
+    lost: dict[str, list[str]] = {}
+    for key, value in leaves(tree):
         part = "eval_tasks" if key.startswith("tasks.eval") else key.partition(".")[0]
-        if parts.get(part, ()) is None and str(value).startswith("<passed: "):
-            lost.setdefault(part, []).append(value[9:-1])
+        again = part in given or any(f"{key}.".startswith(f"{k}.") for k in given)
+        if str(value).startswith("<passed: ") and not again:
+            how = f"{part}=..." if part in _PARTS else f"{{{key!r}: function}}"
+            lost.setdefault(how, []).append(value[9:-1])
     if lost:
         what = ", ".join(x for said in lost.values() for x in said)
+        how = ", ".join(sorted(lost, key=lambda k: k[0] != "{"))
         raise ValueError(
             f"The run was made with objects that a file does not hold ({what}): pass them again, as in "
-            f"GRPO.load(path, {', '.join(f'{k}=...' for k in lost)})."
+            f"GRPO.load(path, {how})."
         )
+
+
+_PARTS = ("policy", "tasks", "rewards", "eval_tasks")
 
 # %% ../../nbs/lab/03_recipe.ipynb #7f633b1f
 _SOURCES = ("policy.model", "tasks.train", "tasks.tasksets", "tasks.eval", "rewards.functions")
@@ -466,7 +449,6 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
         ("eval.(samples|greedy|limit)", not trainer.eval_tasks, "needs held-out tasks"),
         ("filter_groups.(?!metric).*", unfiltered, "needs filter_groups.enable"),
         ("tasks.shuffle", c.tasks.selector, "the selector decides"),
-        ("optimizer.min_lr_ratio", c.optimizer.schedule == "constant", "the rate does not decay"),
         ("rewards.run.(timeout_s|memory_mb)", alone, "needs workers"),
         *((f"advantage.{k}", k not in takes, f"{mode!r} has none") for k in _ESTIMATOR_OPTIONS),
     ]
@@ -477,13 +459,6 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
 GRPO.accompany(_refuse_dead_keys)
 
 # %% ../../nbs/lab/03_recipe.ipynb #eca4d734
-def _read_checkpoint(path: str | Path) -> tuple[Path, dict]:
-    "The newest whole checkpoint there, and its state."
-    folder = _find_checkpoint(path)
-    _warn_of_versions(folder)
-    return folder, read_state(folder, make_task=Task)
-
-
 @patch(cls_method=True)
 def load(
     cls: GRPO,
@@ -498,18 +473,19 @@ def load(
     **kwargs,  # reference, callbacks
 ) -> GRPO:
     "A trainer that goes on where a checkpoint was taken; `fit` continues the run directory."
-    join_processes()
-    folder, state = of_first(lambda: _read_checkpoint(path))
+    folder = _find_checkpoint(path)
+    _warn_of_versions(folder)
+    state = read_state(folder, make_task=Task)
     own = {"policy": policy, "tasks": tasks, "rewards": rewards}
     keys = [o.partition("=")[0] for o in overrides]  # of a mapping, its keys
     given = [k for k, part in own.items() if part is not None] + keys
-    functions = state["trainer"].get("functions", {})
-    _ask_for_functions(folder.name, functions, given)
-    config = build_config(GRPOConfig, state["trainer"]["config"])
-    config = override(override(config, {}, given=["tasks.eval"]), overrides)
+    tree = state["trainer"]["config"]
+    _ask_for_passed(tree, given + ["eval_tasks"] * (eval_tasks is not None))
+    config = override(build_config(GRPOConfig, tree), {}, given=["tasks.eval"])
+    config = override(config, overrides)
     for key, name in functions_in(config).items():
-        if functions.get(key, name) != name:
-            warnings.warn(f"{key} was {functions[key]}, and goes on as {name}.", stacklevel=2)
+        if (before := dict(leaves(tree)).get(key)) not in (None, f"<passed: {name}>"):
+            warnings.warn(f"{key} was {before}, and goes on as {name}.", stacklevel=2)
     trainer = cls.from_config(config, **own, eval_tasks=eval_tasks, **kwargs)
     _check_same_parts(state["trainer"].get("parts", {}), part_facts(trainer), given)
     trainer.load_state_dict(state)
@@ -557,17 +533,3 @@ def _warn_of_versions(folder: Path):
             f"{folder.name} was written with other versions ({', '.join(odd)}): it continues, but perhaps not bit for bit.",
             stacklevel=3,
         )
-
-# %% ../../nbs/lab/03_recipe.ipynb #f86da215
-def _ask_for_functions(
-    checkpoint: str,  # its name
-    functions: Mapping[str, str],  # key: name of the function, as stored
-    given: Sequence[str],  # keys that are passed again
-):
-    "A checkpoint does not hold functions: name those that are missing."
-    for key, name in functions.items():
-        if not any(f"{key}.".startswith(f"{k}.") for k in given):
-            raise ValueError(
-                f"The configuration of {checkpoint} has a function in {key} ({name}), which a checkpoint does not hold: pass "
-                f"it again, GRPO.load(path, {{{key!r}: function}})."
-            )

@@ -342,7 +342,7 @@ def described(
     "The configuration as it ran."
     tree, given = config_tree(trainer.config), trainer.given
     for key, name in functions_in(trainer.config).items():
-        tree = _with_key(tree, key.split("."), name)
+        tree = _with_key(tree, key.split("."), f"<passed: {name}>")
     tasks, runner, held = tree["tasks"], trainer.rewards, trainer.eval_tasks
     if "policy" in given:
         facts = _policy_facts(trainer.policy)
@@ -572,7 +572,6 @@ def _write(self: Session, state: dict, root: str | Path | None) -> Path:
         self.run.flush()  # no checkpoint without the rows before it
     state["trainer"]["config"] = hide_secrets(plain(described(trainer)))
     state["trainer"]["parts"] = part_facts(trainer)
-    state["trainer"]["functions"] = functions_in(trainer.config)
     row = trainer.history[-1] if trainer.history else {}
     scores = {k: v for k, v in row.items() if k.startswith("eval_")}
     path = write_checkpoint(root or own, trainer.step_done, state, scores)
