@@ -99,47 +99,6 @@ def test_the_task_files_are_made_again_by_their_command(build):
             assert (DATA / "tasks" / f"{level}_{split}.jsonl").read_text() == text
 
 
-@pytest.mark.parametrize("level", list(LEVELS))
-def test_anchors_are_pass_rates_of_every_training_task(level, build):
-    tasks, rates = (Taskset.load(f"{d}/{level}_train.jsonl") for d in ("tasks", "pass_rates"))
-    assert (tasks.prompt_keys() == rates.prompt_keys()).all()
-    weak, strong = (rates.column(k) for k in build.ANCHORS)
-    for name, x in (("weak", weak), ("strong", strong)):
-        assert (x * build.ANCHOR_SAMPLES % 1 == 0).all() and x.min() >= 0 and x.max() <= 1
-        assert x.mean() == pytest.approx(MANIFEST["anchors"][name]["pass rate"][level], abs=1e-4)
-    assert strong.mean() > weak.mean()
-
-
-def test_mixed_pool_is_the_first_tasks_of_every_level(build):
-    mixed = Taskset.load("pass_rates/mixed_train.jsonl")
-    assert len(mixed) == len(LEVELS) * build.MIXED
-    for i, level in enumerate(LEVELS):
-        part = slice(i * build.MIXED, (i + 1) * build.MIXED)
-        for d in ("tasks", "pass_rates"):
-            first = Taskset.load(f"{d}/{level}_train.jsonl")[: build.MIXED]
-            for a, b in zip(mixed[part], first):
-                assert a.prompt == b.prompt and b.columns.items() <= a.columns.items()
-    assert list(mixed.column("level")) == [k for k in LEVELS for _ in range(build.MIXED)]
-
-
-@pytest.mark.parametrize(
-    "expression, count",
-    [
-        ("42-25", 1),  # 2 - 5 borrows
-        ("99+1", 2),
-        ("25-42", 1),  # worked as 42 - 25
-        ("10-10", 0),
-        ("5-9", 0),  # 9 - 5
-        ("50-99+60", 1),  # -49, then 60 - 49 borrows once
-        ("99+99+99", 4),
-        ("7+8", 1),
-        ("100-1", 2),
-    ],
-)
-def test_carries_by_hand(build, expression, count):
-    assert build.carries(expression) == count
-
-
 def test_tokenizer_round_trip(tokenizer, build):
     assert len(tokenizer) == 55 == MANIFEST["vocabulary"]
     for token in [*build.SPECIAL, *build.TAGS, *build.CHARACTERS]:

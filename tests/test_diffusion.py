@@ -172,20 +172,6 @@ def test_a_permutation_of_samples_permutes_the_scores(seed, padded):
     assert torch.allclose(shifted(p).kl(r[order], p), shifted(p).kl(r, p)[order], atol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 60, 1000])
-def test_chunks_change_neither_values_nor_gradients(chunk):
-    whole, parts = make(), make(chunk=chunk)
-    r = whole.sample(TASKS, 4, seeded(0, "x"))
-    same = parts.sample(TASKS, 4, seeded(0, "x"))
-    assert torch.allclose(r.states["latents"], same.states["latents"], atol=1e-6)
-    grads = []
-    for p in (whole, parts):
-        lp = p.logp(r)
-        grads.append(torch.autograd.grad((lp * ADVANTAGE[:, None]).sum(), p.parameters()))
-        assert torch.allclose(lp, r.old_logp_NS, atol=1e-5)
-    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*grads))
-
-
 def test_padding_cannot_leak_and_lengths_weigh_fairly():
     p = make(lengths="frames")
     r = p.sample(TASKS, 2, seeded(0, "x"))

@@ -16,7 +16,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..config import check_number, one_of
+from ..config import one_of
 from ..core import Rollout, check_finite
 from .samplers import Sampler, per_row, _wide_dtype
 
@@ -94,7 +94,6 @@ class DiffusionPolicy:
         guidance: float = 1.0,  # null + guidance * (conditional - null); 1: no second pass
         lengths: str | None = None,  # task column with the number of frames that are not padding
         reduce: str = "sum",  # over the numbers of a step: "sum", "mean"; "trajectory": over steps too
-        chunk: int | None = None,  # rows of one forward pass; None: all steps of the batch at once
     ):
         self.model = model.eval()
         self.sampler = sampler
@@ -104,7 +103,6 @@ class DiffusionPolicy:
         self.guidance = guidance
         self.lengths = lengths
         self.reduce = reduce
-        self.chunk = chunk
         self._scored = None  # the last scored steps, for `kl_old`
         self._check()
 
@@ -178,8 +176,6 @@ def _check(self: DiffusionPolicy):
     "Refuse settings that cannot train."
     s, steps = self.sampler, len(self.noisy_steps)
     one_of("reduce", self.reduce, ("sum", "mean", "trajectory"))
-    if self.chunk is not None:
-        check_number("chunk", self.chunk, 1, whole=True)
     if not steps:
         raise ValueError(
             f"No step of the sampler has noise ({s.scheme}, noise={s.noise}): a deterministic chain has no log-probabilities, so "
@@ -222,20 +218,10 @@ def _denoise(
     condition_B: Tensor | None = None,  # (B, ...) conditions
     frames_BF: Tensor | None = None,  # (B, F) bool: frames that count
 ) -> Tensor:  # (B, ...) prediction, in the dtype of `x`
-    "The network's guided prediction, in chunks if asked."
-    from torch.utils.checkpoint import checkpoint
-
+    "The network's guided prediction."
     own = next(self.model.parameters()).dtype
     time_B = self.sampler.table(self.sampler.time_T, step_B).to(x.dtype)
-    rows, pieces = self.chunk or max(len(x), 1), []
-    for at in range(0, len(x), rows):
-        whole = (x.to(own), time_B, condition_B, frames_BF)
-        part = [None if v is None else v[at : at + rows] for v in whole]
-        if torch.is_grad_enabled() and rows < len(x):
-            pieces.append(checkpoint(self._predict, *part, use_reentrant=False))
-        else:
-            pieces.append(self._predict(*part))
-    return torch.cat(pieces).to(x.dtype)
+    return self._predict(x.to(own), time_B, condition_B, frames_BF).to(x.dtype)
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #3036a395
 @patch
