@@ -38,8 +38,9 @@ from grpo_nb.config import (
 )
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
-from ..files import leaves, refuse_hidden
+from ..files import hide_secrets, leaves, plain, refuse_hidden
 from .checkpoint import check_seal, latest, read_state, versions
+from .frames import flat_keys
 from .record import is_run
 from grpo_nb.lab.session import (
     CheckpointConfig,
@@ -47,7 +48,10 @@ from grpo_nb.lab.session import (
     described,
     functions_in,
     part_facts,
+    task_facts,
+    tasksets_of,
 )
+from ..processes import check_same, join_processes, of_first, place
 from ..rewards import REWARDS
 from ..scheduler import TasksetScheduler, make_stream, open_entry
 from ..tasks import Task, Taskset, data_path
@@ -60,7 +64,7 @@ class PolicyConfig:
 
     model: str = "data:tiny-llama"  # folder, hub name, *.gguf, gguf:PACKAGE, or data:NAME in data/
     dtype: str = "float32"  # of the weights
-    device: str = "cpu"  # where it runs
+    device: str = "auto"  # where it runs: cuda, mps or cpu, the first there is
     max_new_tokens: Count = 64  # longest completion
     temperature: Positive = 1.0  # of sampling
     top_k: Natural = 0  # 0 = all tokens
@@ -372,7 +376,10 @@ def from_config(
     opened = [k for k in openers if parts[k] is None]
     if tasks is not None and "tasks.eval" not in given_keys(config) and eval_tasks is None:
         opened.remove("eval_tasks")  # the default is made for other tasks
-    parts |= {k: openers[k]() for k in opened}
+    parts |= {k: openers[k]() for k in opened if k != "policy"}
+    _check_processes(config, parts["tasks"])  # before a model is loaded
+    if "policy" in opened:
+        parts["policy"] = openers["policy"]()
     return cls(**parts | {"config": config, "opened": opened, **kwargs})
 
 
@@ -380,6 +387,22 @@ def _open_application(config: GRPOConfig) -> dict[str, Any]:
     "Policy, tasks, rewards and held-out tasks of an application that a configuration names."
     name = one_of("application", config.application, ("motion",))
     return importlib.import_module(f"grpo_nb.applications.{name}").open_parts(config)
+
+
+def _check_processes(config: TrainerConfig, tasks: Any) -> None:
+    "Refuse processes that would not train the same, or of which some would have nothing to do."
+    join_processes()
+    if (size := place()[1]) == 1:
+        return
+    if config.train_batch_size < size:
+        raise ValueError(
+            f"train_batch_size={config.train_batch_size} tasks are too few for {size} processes: give each at least one."
+        )
+    same = flat_keys(hide_secrets(plain(config_tree(config)))) | {"versions": versions()}
+    check_same(same | {"the data": [task_facts(t) for t in tasksets_of(tasks)]})
+
+
+GRPO.accompany(lambda trainer: _check_processes(trainer.config, trainer.stream))
 
 
 def _ask_for_passed(tree: Mapping, given: Sequence[str]) -> None:
@@ -449,6 +472,7 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
         ("eval.(samples|greedy|limit)", not trainer.eval_tasks, "needs held-out tasks"),
         ("filter_groups.(?!metric).*", unfiltered, "needs filter_groups.enable"),
         ("tasks.shuffle", c.tasks.selector, "the selector decides"),
+        ("optimizer.min_lr_ratio", c.optimizer.schedule == "constant", "the rate does not decay"),
         ("rewards.run.(timeout_s|memory_mb)", alone, "needs workers"),
         *((f"advantage.{k}", k not in takes, f"{mode!r} has none") for k in _ESTIMATOR_OPTIONS),
     ]
@@ -459,6 +483,13 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
 GRPO.accompany(_refuse_dead_keys)
 
 # %% ../../nbs/lab/03_recipe.ipynb #eca4d734
+def _read_checkpoint(path: str | Path) -> tuple[Path, dict]:
+    "The newest whole checkpoint there, and its state."
+    folder = _find_checkpoint(path)
+    _warn_of_versions(folder)
+    return folder, read_state(folder, make_task=Task)
+
+
 @patch(cls_method=True)
 def load(
     cls: GRPO,
@@ -473,9 +504,8 @@ def load(
     **kwargs,  # reference, callbacks
 ) -> GRPO:
     "A trainer that goes on where a checkpoint was taken; `fit` continues the run directory."
-    folder = _find_checkpoint(path)
-    _warn_of_versions(folder)
-    state = read_state(folder, make_task=Task)
+    join_processes()
+    folder, state = of_first(lambda: _read_checkpoint(path))
     own = {"policy": policy, "tasks": tasks, "rewards": rewards}
     keys = [o.partition("=")[0] for o in overrides]  # of a mapping, its keys
     given = [k for k, part in own.items() if part is not None] + keys

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RunConfig', 'CheckpointConfig', 'Interrupts', 'Session', 'remember', 'sample_table', 'described', 'part_facts',
-           'functions_in', 'check_resume']
+           'tasksets_of', 'task_facts', 'functions_in', 'check_resume']
 
 # %% ../../nbs/lab/02_session.ipynb #7c9c1b3b
 import contextlib
@@ -40,7 +40,7 @@ from .frames import whole_groups
 from .progress import Progress
 from .record import Run, is_run, is_timing
 from ..metrics import History
-from ..processes import PeerError, of_first, place, say
+from ..processes import PeerError, ProcessLost, of_first, place, say
 from ..stream import fingerprint
 from ..tasks import Task, data_path
 from ..trainer import GRPO
@@ -354,7 +354,7 @@ def described(
     if "tasks" in given:
         kept = {} if hasattr(given["tasks"], "read") else tasks  # a stream has its own order
         several = {k: v for k, v in {"tasksets": None, "shares": "size"}.items() if k in kept}
-        train = {"train": _source(*_tasksets(trainer.stream)), "eval": tasks.get("eval")}
+        train = {"train": _source(*tasksets_of(trainer.stream)), "eval": tasks.get("eval")}
         tree["tasks"] = kept | several | train
     if "eval_tasks" in given:
         named = {k: _source(v) for k, v in held.items()} if isinstance(held, Mapping) else None
@@ -384,7 +384,7 @@ def _source(*tasksets: Any) -> str:
         and (tasks.prompt, tasks.rename, tasks.id) == ("prompt", {}, path.stem)
     ):
         return _portable(str(path))
-    return f"<passed: {', '.join(map(_task_facts, tasksets))}>"
+    return f"<passed: {', '.join(map(task_facts, tasksets))}>"
 
 # %% ../../nbs/lab/02_session.ipynb #1b1eee8b
 def part_facts(
@@ -394,9 +394,9 @@ def part_facts(
     held = trainer.eval_tasks or []
     return {
         "policy": _policy_facts(trainer.policy),
-        "tasks": {"tasks": [_task_facts(t) for t in _tasksets(trainer.stream)]},
+        "tasks": {"tasks": [task_facts(t) for t in tasksets_of(trainer.stream)]},
         "eval_tasks": [
-            _task_facts(t) for t in (held.values() if isinstance(held, Mapping) else [held])
+            task_facts(t) for t in (held.values() if isinstance(held, Mapping) else [held])
         ],
         "rewards": dict(zip(trainer.rewards.components, trainer.weights)),
     }
@@ -415,11 +415,13 @@ def _policy_facts(policy: Any) -> dict[str, Any]:
     return facts
 
 
-def _tasksets(stream: Any) -> list:
+def tasksets_of(stream: Any) -> list:
+    "The sets of tasks that a stream draws from."
     return [*getattr(stream, "tasksets", [getattr(stream, "tasks", stream)])]
 
 
-def _task_facts(tasks: Any) -> str:
+def task_facts(tasks: Any) -> str:
+    "Name, number and checksum of a set of tasks."
     name = getattr(tasks, "name", type(tasks).__name__)
     if not hasattr(tasks, "__len__"):
         return name
@@ -601,6 +603,8 @@ def _autosave(
         self.trainer.save()
         self.unsaved = None
         of_first(lambda: prune(self.run.dir / "checkpoints", c.keep_last, c.keep_best, c.best))
+    except ProcessLost:
+        raise
     except (CheckpointError, OSError, PeerError) as e:
         self.saved_at, self.unsaved = time.monotonic(), e
         if self.run is not None:
