@@ -164,9 +164,10 @@ def _no_option(name: str, known: Sequence[str]) -> ValueError:
 
 def _weight_list(weights: Sequence[float] | None, r: int) -> list[float]:
     "One finite number per component."
-    if isinstance(weights, (str, int, float)):
-        raise ValueError(f"weights must be a sequence of {r} numbers, got {weights!r}.")
-    weights = [1.0] * r if weights is None else list(map(float, weights))
+    try:
+        weights = [1.0] * r if weights is None else [float(w + 0) for w in weights]
+    except TypeError:
+        raise ValueError(f"weights must be a sequence of {r} numbers, got {weights!r}.") from None
     if len(weights) != r:
         raise ValueError(f"{len(weights)} weights for {r} reward components: give one weight each.")
     if not all(map(math.isfinite, weights)):

@@ -320,7 +320,7 @@ def override(
     tree, given = config_tree(config), given_keys(config) if given is None else given
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():
-            tree = _with_key(tree, key.split("."), value)
+            tree = _with_key(tree, str(key).split("."), value)
     else:
         overrides = OmegaConf.from_dotlist(list(overrides))
         tree = OmegaConf.to_container(OmegaConf.merge(tree, overrides))

@@ -47,6 +47,10 @@ class EvalConfig:
     limit: Count | None = None  # first so many tasks
     passed: str | tuple[str, ...] | None = None  # reward(s) that say "passed"; None: the main one
 
+    def __post_init__(self):
+        if not self.samples and not self.greedy:
+            raise ValueError("Nothing to evaluate: eval.samples=0 and eval.greedy=false.")
+
 # %% ../nbs/method/03_evaluate.ipynb #5290e24b
 @dataclass
 class Scores:

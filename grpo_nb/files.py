@@ -43,8 +43,10 @@ def write_atomic(
             f.flush()
             os.fsync(f.fileno())
         os.replace(new, path)
-    except BaseException:
+    except BaseException as e:
         new.unlink(missing_ok=True)
+        if isinstance(e, OSError):
+            e.filename = str(path)  # a full disk names none
         raise
 
 # %% ../nbs/ground/00_files.ipynb #d0bf13e0
@@ -137,6 +139,8 @@ def write(self: Appender, rows: Iterable[Mapping] = ()) -> None:
     "Append rows, all or none of them; after an OSError they wait for the next call."
     again, self.waiting = bool(self.waiting), self.waiting + b"".join(map(json_line, rows))
     try:
+        if not self.path.exists():
+            raise OSError(errno.ENOENT, "it was deleted", str(self.path))
         if again:  # of a call that was interrupted, something may be there
             os.truncate(self.path, self.size)
         done = self.file.write(self.waiting)

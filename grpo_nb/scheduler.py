@@ -128,7 +128,7 @@ def _make_operator(entry: str | Mapping | Any) -> Any:
                 "Here process(rollout) reads a Rollout and returns it with metrics: what is trained on stays as it is."
             )
         return entry
-    entry = {"name": entry} if isinstance(entry, str) else dict(entry)
+    entry = dict(entry) if isinstance(entry, Mapping) else {"name": entry}
     name, args = entry.pop("name", None), entry.pop("args", None) or {}
     if entry or name is None:
         raise ValueError(f"An operator entry has a name and maybe args, got also {sorted(entry)}.")

@@ -41,8 +41,6 @@ class TaskStream:
         seed: int = 0,
         shuffle: bool = True,
     ):
-        if not len(tasks):
-            raise ValueError("There are no tasks to train on.")
         self.tasks = tasks
         self.seed = seed
         self.shuffle = shuffle
@@ -104,6 +102,8 @@ def open_tasks(
             f"Tasks are a path, a list of dicts with a prompt, a datasets.Dataset, a DataFrame, a Taskset, or a stream with "
             f"read(n); got {type(source).__name__}."
         )
+    if not len(source):
+        raise ValueError("There are no tasks in it: the list is empty.")
     return source
 
 # %% ../nbs/method/02_stream.ipynb #5a6d1474

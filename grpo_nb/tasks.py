@@ -205,7 +205,7 @@ class _ListRows:
             raise ValueError(
                 f"{self.where(i)}: a row must be a dict with named fields, got {kind}."
             )
-        return dict(self.rows[i])
+        return {str(k): v for k, v in self.rows[i].items()}
 
     def block(self, start: int, stop: int) -> list[dict]:
         return [self.row(i) for i in range(start, stop)]

@@ -70,6 +70,12 @@ KEYS = [
     ("rewards.run.timeout_s", 5.0, {}, TOLD),
     ("eval.every", 1, {}, TOLD),
     ("eval.limit", 2, {}, TOLD),
+    ("update.loss.kl_kind", "k2", {}, TOLD),
+    ("update.loss.max_length", 9, {}, TOLD),
+    ("update.kl_stop.factor", 1.2, {}, TOLD),
+    ("update.whole_groups", False, {}, TOLD),
+    ("rewards.run.keep_env", ("A",), {}, TOLD),
+    ("checkpoint.best", "eval_greedy", {}, TOLD),
     ("run.wandb", "offline", {}, TOLD),
     ("run.samples_every", 1, {}, TOLD),
     ("checkpoint.every", 1, {}, TOLD),
@@ -280,7 +286,13 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
             model, ROWS, even, SMALL | ({} if model is policy else {"policy.max_new_tokens": 6})
         )
         assert t.policy.max_new_tokens == 6
-    for tasks in (path, str(path), ROWS, pd.DataFrame(ROWS), datasets.Dataset.from_list(ROWS)):
+    for tasks in (
+        path,
+        str(path),
+        ROWS,
+        pd.DataFrame(ROWS).assign(**{"x": 1}).rename(columns={"x": 0}),
+        datasets.Dataset.from_list(ROWS),
+    ):
         assert GRPO(policy, tasks, even, SMALL, tasks).stream.read(9)[8]["answer"] in "12345678"
     for reward in (even, [even], {"even": even}, lambda completions, **k: even(completions)):
         assert GRPO(policy, ROWS, reward, SMALL).rewards.components in (["even"], ["reward"])
@@ -315,6 +327,14 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
         (lambda p: GRPO(p, {"prompt": "x"}, RIGHT), "got dict"),
         (lambda p: GRPO(p, iter(ROWS), RIGHT), "got list_iterator"),
         (lambda p: GRPO(3, ROWS, RIGHT), "got int"),
+        (lambda p: GRPO(TokenPolicy, ROWS, RIGHT), "got type"),
+        (lambda p: GRPO(p, ROWS, RIGHT, reference=3), "got int"),
+        (lambda p: GRPO(p, ROWS, RIGHT, {3: 1}), "Unknown key '3'"),
+        (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.weights": {"right": "x"}}), "a sequence of 1 numbers"),
+        (lambda p: GRPO(p, ROWS, RIGHT, {"tasks.operators": [1]}), "Unknown experience operator"),
+        (lambda p: GRPO(p, ROWS, RIGHT, {"run.wandb": "on"}), "Unknown run.wandb 'on'|run.wandb"),
+        (lambda p: GRPO(p, ROWS, RIGHT, {"eval": {"samples": 0, "greedy": False}}), "Nothing to evaluate"),
+        (lambda p: GRPO(p, ROWS, RIGHT, SMALL, {"a": []}), "There are no tasks"),
         (lambda p: p.encode(3), "a prompt is text"),
         (lambda p: p.encode([{"role": "user", "content": None}]), "a prompt is text"),
         (lambda p: TokenPolicy.from_pretrained("none", temprature=1), "Did you mean 'temperature'"),

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.files import RunLocked, _repair_tail, json_line, read_jsonl
+from grpo_nb.files import Lock, RunLocked, _repair_tail, json_line, read_jsonl
+from grpo_nb.lab import record
 from grpo_nb.lab.diagnosis import diagnose
 from grpo_nb.lab.frames import metric_row
 from grpo_nb.lab.plots import plot_run
@@ -151,10 +153,31 @@ def test_a_run_killed_while_it_was_laid_out_is_completed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "status.json", "lock"])
-def test_a_folder_in_place_of_a_file_is_named(tmp_path, name):
-    (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=f"{name} is a folder, and a run has a file there"):
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda p: p.symlink_to("/dev/full")])
+def test_what_is_no_file_in_place_of_one_is_named(tmp_path, name, make):
+    make(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} is no plain file, and a run has one there"):
         Run.create(tmp_path, {"lr": 1.0}, resume=True)
+
+
+def test_runs_that_begin_at_once_get_numbers_and_lost_files_are_said(tmp_path, monkeypatch):
+    free = record._free_folder
+    late = iter([tmp_path / "r"])  # another has taken it since it was looked at
+    monkeypatch.setattr(record, "_free_folder", lambda *a: next(late, None) or free(*a))
+    with Lock(tmp_path / "r/lock"):
+        run = Run.create(tmp_path / "r", if_exists="number")
+    assert run.dir.name == "r-2"
+    shutil.rmtree(run.dir)
+    with pytest.warns(UserWarning, match="metrics.jsonl cannot be written .* it was deleted"):
+        run.log(1, {"x": 1})
+
+
+def test_checkpoints_that_lead_into_another_run_are_left_alone(tmp_path):
+    Run.create(tmp_path / "a").close()
+    Run.create(tmp_path / "b").close()
+    (tmp_path / "b/checkpoints").symlink_to(tmp_path / "a/checkpoints")
+    with pytest.raises(ValueError, match="leads into another run"):
+        Run.create(tmp_path / "b", resume=True)
 
 
 # --------------------------------------------------------------------------------- create and resume

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from fastcore.basics import patch
@@ -63,7 +63,7 @@ class PolicyConfig:
     "Which language model, and how it samples."
 
     model: str = "data:tiny-llama"  # folder, hub name, *.gguf, gguf:PACKAGE, or data:NAME in data/
-    dtype: str = "float32"  # of the weights
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # of the weights
     device: str = "auto"  # where it runs: cuda, mps or cpu, the first there is
     max_new_tokens: Count = 64  # longest completion
     temperature: Positive = 1.0  # of sampling
@@ -74,7 +74,8 @@ class PolicyConfig:
     chunk_tokens: Count | None = None  # tokens per pass through the output layer
     share_prefix: bool = True  # run each prompt once per group
     lora: dict | None = None  # train low-rank additions only: {} or options of peft.LoraConfig
-    autocast: str | None = None  # "bfloat16": compute in it (and set update.check_tol, e.g. 0.1)
+    # compute in it (and set update.check_tol, e.g. 0.1)
+    autocast: Literal["bfloat16"] | None = None
     engine: dict | None = None  # a server that samples: {kind: vllm, url: ...}, see `VLLMConfig`
 
 # %% ../../nbs/lab/03_recipe.ipynb #8f4bc75b
@@ -464,20 +465,33 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
     c, mode, given = trainer.config, trainer.config.advantage.mode, given_keys(trainer.config)
     takes = inspect.signature(ADVANTAGES.resolve(mode)[1]).parameters
     unfiltered = not c.filter_groups.enable and "filter_groups.enable" not in given
-    alone, unrecorded = not trainer.rewards.pooled, not getattr(c, "run", RunConfig()).dir
+    now, default = config_tree(c), config_tree(type(c)())
+    given = [k for k in given if _at(now, k) != _at(default, k)]
+    alone, unrecorded = not trainer.rewards.pooled, not _at(now, "run.dir")
     recorded = "(run.(wandb|name|if_exists|samples_every|samples_rows)|checkpoint.*)"
+    judged, best = bool(trainer.eval_tasks), _at(now, "checkpoint.keep_best") and c.eval.every
+    groups, loss, stop = c.filter_groups, c.update.loss, c.update.kl_stop
+    limits = stop.target or stop.target_ref
     rules = [
         (recorded, unrecorded, "needs run.dir"),
-        ("eval.every", c.eval.every and not trainer.eval_tasks, "needs held-out tasks"),
-        ("eval.(samples|greedy|limit)", not trainer.eval_tasks, "needs held-out tasks"),
+        ("eval.(every|samples|greedy|limit)", not judged, "needs held-out tasks"),
+        ("checkpoint.(keep_best|best)", not (best and judged), "needs eval.every and keep_best"),
         ("filter_groups.(?!metric).*", unfiltered, "needs filter_groups.enable"),
+        ("filter_groups.max_staleness", groups.surplus != "carry", "needs surplus=carry"),
+        ("filter_groups.filter_rate_ema", groups.sizing != "adaptive", "needs sizing=adaptive"),
+        ("update.kl_stop.(factor|stat|min_updates)", not limits, "needs a target"),
+        ("update.(loss.kl_(kind|importance)|kl_on_.*)", not loss.kl_coef, "needs kl_coef"),
+        ("update.loss.max_length", loss.aggregation != "dr_grpo", "only dr_grpo reads it"),
+        ("update.whole_groups", c.update.minibatch_size is None, "needs minibatch_size"),
         ("tasks.shuffle", c.tasks.selector, "the selector decides"),
         ("optimizer.min_lr_ratio", c.optimizer.schedule == "constant", "the rate does not decay"),
-        ("rewards.run.(timeout_s|memory_mb)", alone, "needs workers"),
+        ("rewards.run.(timeout_s|memory_mb|chunk_size|keep_env|start.*)", alone, "needs workers"),
         *((f"advantage.{k}", k not in takes, f"{mode!r} has none") for k in _ESTIMATOR_OPTIONS),
     ]
     for pattern, idle, why in rules:
         yield from ((key, why) for key in given if idle and re.fullmatch(pattern, key))
+    if trainer.reference is not None and not (c.update.needs_reference or c.rewards.kl_in_reward):
+        yield "reference", "needs a KL term"
 
 
 GRPO.accompany(_refuse_dead_keys)

@@ -28,7 +28,16 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..config import one_of
-from ..files import Appender, Lock, free_path, hide_secrets, json_line, plain, read_jsonl
+from grpo_nb.files import (
+    Appender,
+    Lock,
+    RunLocked,
+    free_path,
+    hide_secrets,
+    json_line,
+    plain,
+    read_jsonl,
+)
 from ..files import secret_texts, write_atomic
 from .frames import flat_keys, metric_row, rows_to_frame, sample_rows, sample_view
 
@@ -104,10 +113,9 @@ class Run:
         self._files, self._warned, self._secrets = {}, set(), []
         self._status, self._status_at = {}, 0.0
         for path in self.dir.glob("*"):
-            if path.is_dir() and (
-                path.suffix in (".json", ".jsonl", ".yaml") or path.name == "lock"
-            ):
-                raise ValueError(f"{path} is a folder, and a run has a file there: move it away.")
+            ours = path.suffix in (".json", ".jsonl", ".yaml") or path.name == "lock"
+            if ours and not path.is_file():
+                raise ValueError(f"{path} is no plain file, and a run has one there: move it away.")
 
     @property
     def status(self) -> dict:
@@ -306,6 +314,11 @@ def _start(self: Run, new: bool = False) -> None:
         if not self._lock.is_locked:
             raise ValueError(f"Run {self.name!r} is closed; Run.open(dir) gives one that goes on.")
         return
+    other = (self.dir / "checkpoints").resolve().parent
+    if other != self.dir.resolve() and is_run(other):
+        raise ValueError(
+            f"{self.dir / 'checkpoints'} leads into another run, {other}: move it away."
+        )
     lock = Lock(self.dir / "lock")
     lock.acquire()
     self._lock, self._status = lock, self.status
@@ -374,10 +387,13 @@ def create(
     if not isinstance(config, dict):
         raise ValueError(f"A configuration is a mapping or a dataclass, got {config!r}.")
     again = resume and is_run(dir)
-    run = cls(dir if again else _free_folder(dir, if_exists))
-    run._secrets = secret_texts(given)
-    run.dir.mkdir(parents=True, exist_ok=True)
-    run._start(new=not again)
+    numbered, run = not again and if_exists == "number", None
+    while run is None or run._lock is None:
+        run = cls(dir if again else _free_folder(dir, if_exists))
+        run._secrets = secret_texts(given)
+        run.dir.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(*[RunLocked] * numbered):  # another has just begun there
+            run._start(new=not again)
     run._describe(config, name or run.dir.name, seeds, parts)
     if wandb:
         told = config | ({} if parts is None else {"parts": plain(parts)})
@@ -396,7 +412,7 @@ def _free_folder(dir: Path, if_exists: str) -> Path:
             f"{str(dir)!r} holds a run. To continue it: GRPO.load({str(dir)!r}), run.if_exists=resume, or Run.create(dir, "
             "..., resume=True). For a run beside it: another directory, or if_exists=number."
         )
-    return free_path(dir, is_run)
+    return free_path(dir, lambda path: is_run(path) or (path / "lock").exists())
 
 # %% ../../nbs/lab/01_record.ipynb #e442e656
 @patch

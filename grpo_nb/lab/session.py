@@ -55,7 +55,7 @@ class RunConfig:
     if_exists: Literal["number", "resume", "raise"] = "number"  # number: a second run takes dir-2
     samples_every: Natural = 10  # steps between stored samples; 0 = never
     samples_rows: Natural = 32  # samples stored then
-    wandb: str | None = None  # "offline" or "online"
+    wandb: Literal["offline", "online"] | None = None  # mirror there
     progress: bool = True  # show a bar
 
 # %% ../../nbs/lab/02_session.ipynb #def88f8f

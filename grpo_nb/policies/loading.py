@@ -264,7 +264,7 @@ def unwrap_peft(
         raise ValueError(
             f"An adapter of kind {kind} works outside the layers of the model; use one inside them, such as LoRA."
         )
-    return inner
+    return unwrap_peft(inner)
 
 # %% ../../nbs/method/02_policies.loading.ipynb #8eea4e48
 def merge_lora(

@@ -655,7 +655,7 @@ def as_policy(
     **options,  # of TokenPolicy, for what is not a policy yet
 ):  # a Policy
     "A policy from what people have; a ValueError for what is none."
-    if hasattr(x, "sample") and hasattr(x, "logp"):
+    if hasattr(x, "sample") and hasattr(x, "logp") and not isinstance(x, type):
         if options or tokenizer is not None:
             raise ValueError(f"{x!r} is a policy: give its options where it is made.")
         return x
