@@ -131,9 +131,8 @@ class UpdateConfig:
     micro_tokens: Count | None = (
         None  # steps per backward pass, to bound memory; None: the policy's choice
     )
-    scheme: Literal["fixed", "progressive", "previous_epoch", "reference", "on_policy"] = (
-        "fixed"  # see above
-    )
+    # what the ratio compares with, see above
+    scheme: Literal["fixed", "progressive", "previous_epoch", "reference", "on_policy"] = "fixed"
     loss: LossConfig = field(default_factory=LossConfig)  # what is minimised
     kl_on_dead_groups: bool = True  # the KL term also acts on groups whose advantages are all 0
     kl_stop: KLStop = field(default_factory=KLStop)  # when to stop early

@@ -412,7 +412,8 @@ def _free_folder(dir: Path, if_exists: str) -> Path:
             f"{str(dir)!r} holds a run. To continue it: GRPO.load({str(dir)!r}), run.if_exists=resume, or Run.create(dir, "
             "..., resume=True). For a run beside it: another directory, or if_exists=number."
         )
-    return free_path(dir, lambda path: is_run(path) or (path / "lock").exists())
+    taken = lambda path: is_run(path) or (path / "lock").exists()
+    return free_path(dir, taken) if if_exists == "number" else dir
 
 # %% ../../nbs/lab/01_record.ipynb #e442e656
 @patch
