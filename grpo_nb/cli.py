@@ -32,7 +32,7 @@ from .lab.runs import FailedRun
 from .lab.spec import Spec
 from .lab.study import Study
 from .lab.what_if import what_if
-from .processes import PeerError, first_to_tell, join_processes, say
+from .processes import PeerError, first_to_tell, join_processes, leave_processes, say
 from .tasks import data_path
 from .trainer import GRPO
 
@@ -386,6 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     "Entry point of `grpo-nb`: the exit code of the given arguments, or of the command line."
     try:
         code = _run_command(_make_parser().parse_args(argv))
+        leave_processes()
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # grpo-nb config | head

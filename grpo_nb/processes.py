@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['place', 'share', 'PeerError', 'ProcessLost', 'gather', 'gather_results', 'of_first', 'add_up', 'copy_first',
-           'join_processes', 'check_same', 'first_to_tell', 'end_with_parent', 'say']
+           'join_processes', 'leave_processes', 'check_same', 'first_to_tell', 'end_with_parent', 'say']
 
 # %% ../nbs/ground/00_processes.ipynb #f5836f89
 import contextlib
@@ -141,6 +141,15 @@ def join_processes() -> None:
         logging.getLogger("grpo_nb").setLevel(logging.ERROR)
 
 # %% ../nbs/ground/00_processes.ipynb #2af91a16
+def leave_processes() -> None:
+    "Part when all are done; an open connection can keep a process at its exit."
+    if place()[1] > 1:
+        import torch.distributed as dist
+
+        gather(None)
+        dist.destroy_process_group()
+
+
 _OTHER_LAUNCHERS = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
