@@ -128,9 +128,8 @@ class UpdateConfig:
     num_epochs: Count = 1  # K passes over the rollout
     minibatch_size: Count | None = None  # samples per optimizer step; None: all of them
     whole_groups: bool = True  # minibatches never split siblings
-    micro_tokens: Count | None = (
-        None  # steps per backward pass, to bound memory; None: the policy's choice
-    )
+    # steps per backward pass, to bound memory; None: the policy's choice
+    micro_tokens: Count | None = None
     # what the ratio compares with, see above
     scheme: Literal["fixed", "progressive", "previous_epoch", "reference", "on_policy"] = "fixed"
     loss: LossConfig = field(default_factory=LossConfig)  # what is minimised
