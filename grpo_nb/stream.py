@@ -41,6 +41,8 @@ class TaskStream:
         seed: int = 0,
         shuffle: bool = True,
     ):
+        if not len(tasks):
+            raise ValueError("There are no tasks to train on.")
         self.tasks = tasks
         self.seed = seed
         self.shuffle = shuffle
