@@ -335,7 +335,8 @@ def test_no_server_is_told_before_anything_is_loaded():
 def test_ctrl_c_ends_the_wait_at_once(server):
     policy = policy_at(server.url, timeout=60)
     server.troubles = [always("/v1/completions", slow(40))]
-    threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+    main = threading.main_thread().ident
+    threading.Timer(0.5, signal.pthread_kill, [main, signal.SIGINT]).start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         policy.sample(TASKS[:3], 4, seeded(5))
