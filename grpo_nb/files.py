@@ -219,7 +219,8 @@ def _plain_leaf(value, where: str):
         return plain(value.tolist(), where)
     if isinstance(value, (Path, datetime)) or type(value).__module__ == "torch":
         return str(value)
-    if callable(value) and hasattr(value, "__qualname__"):
+    if callable(value):
+        value = value if hasattr(value, "__qualname__") else type(value)
         # methods of built-in types name no module
         return f"{getattr(value, '__module__', None) or 'builtins'}.{value.__qualname__}"
     for kind in (int, float, str):

@@ -389,7 +389,7 @@ class LivePlot:
 
     def __init__(
         self,
-        run,  # as `plot_run` takes it
+        run,  # as `plot_run` takes it, or a function that draws a figure
         every: float = 5.0,  # least seconds between two drawings
         panels: Sequence[str] | None = None,
     ):
@@ -398,15 +398,18 @@ class LivePlot:
 
 # %% ../../nbs/lab/02_plots.ipynb #d8e978fa
 @patch
-def update(self: LivePlot) -> bool:  # whether it was drawn
+def update(
+    self: LivePlot,
+    last: bool = False,  # draw in any case
+) -> bool:  # whether it was drawn
     "Redraw if it is time."
     begin = time.monotonic()
-    if begin < self.due:
+    if self.due == math.inf or begin < self.due and not last:
         return False
     try:
         from IPython.display import display
 
-        figure = plot_run(self.run, self.panels)
+        figure = self.run() if callable(self.run) else plot_run(self.run, self.panels)
         if self.handle is None:
             self.handle = display(figure, display_id=True)
         else:

@@ -24,6 +24,7 @@ from fastcore.basics import patch
 from .. import verifiers  # noqa: F401 (their names are in REWARDS)
 from grpo_nb.config import (
     Count,
+    _with_key,
     Natural,
     Positive,
     build_config,
@@ -94,8 +95,8 @@ class TasksConfig(StreamConfig):
 class RewardsConfig(RunnerConfig):
     "Named rewards of the registry with their options, and how they are run."
 
-    # {name in REWARDS: its options}; an option `reward` names the registry entry
-    functions: dict[str, dict[str, Any] | None] = field(
+    # {name in REWARDS: its options}; an option `reward` names the registry entry; or {name: function}
+    functions: dict[str, dict[str, Any] | Callable | None] = field(
         default_factory=lambda: {"exact_answer": {"extract": "marker", "marker": "</think>"}}
     )
 
@@ -274,6 +275,9 @@ def open_rewards(
     "The named rewards of a configuration."
     functions, config = {}, build_config(RewardsConfig, config)
     for name, options in config.functions.items():
+        if callable(options):
+            functions[name] = options
+            continue
         options = dict(options or {})
         kind = options.pop("reward", name)
         make = REWARDS[kind]
@@ -441,6 +445,8 @@ def _at(tree: Any, key: str) -> Any:
 def _refuse_dead_keys(trainer: GRPO) -> None:
     "Every key that somebody has set has an effect, or is refused or told."
     asked, ran = config_tree(trainer.config), described(trainer)
+    for key, name in functions_in(trainer.config).items():
+        asked = _with_key(asked, key.split("."), name)
     given = [k for k in given_keys(trainer.config) if _at(asked, k) not in (None, _at(ran, k))]
     replaced = [k for k in given if k.startswith(_SOURCES)]
     for key in given:

@@ -219,6 +219,15 @@ def _repr_html_(self: Table) -> str:
 
 # %% ../../nbs/lab/05_report.ipynb #16e2f85d
 @patch
+def _repr_html_(self: Study) -> str:
+    from markupsafe import escape
+
+    return f"<p><b>{escape(repr(self))}</b></p>" + (
+        self.table()._repr_html_() if self.columns else ""
+    )
+
+
+@patch
 def table(
     self: Study,
     metric: str | None = None,  # default: the primary metric of the study

@@ -7,6 +7,7 @@ __all__ = ['Spec', 'plan_runs']
 
 # %% ../../nbs/lab/07_spec.ipynb #650490e7
 import ast
+import hashlib
 import inspect
 import json
 import os
@@ -20,11 +21,11 @@ from typing import Any
 from fastcore.basics import patch
 
 from ..config import Count, build_config, configuration, override
-from ..files import hide_secrets, plain
+from ..files import hide_secrets, leaves, plain
 from .budgets import to_budget
 from .frames import flat_keys
 from .recipe import GRPOConfig, load_config, open_eval
-from .runs import REWARD_KEYS, Job, _base_changes, _make_options, registered, _run_config
+from .runs import REWARD_KEYS, Job, base_changes, make_options, registered, run_config
 from .session import functions_in
 from .study import MEAN
 
@@ -38,11 +39,11 @@ def _same_for_all(key: str) -> bool:
 
 # %% ../../nbs/lab/07_spec.ipynb #f8015868
 def _refuse_functions(who: str, keys) -> None:
-    "A study is written down: a function in a configuration would become text and fail in every run."
+    "What is not of a variant is written down, and a function would become text that fails in every run."
     for key, name in functions_in(keys).items():
         raise ValueError(
-            f"{who} sets {key} to the function {name}, which a study cannot write down: register it and give its "
-            "name, or build the trainer yourself with make=."
+            f"{who} sets {key} to the function {name}: only a variant may, so give it to each variant, or build the "
+            "trainer yourself with make=."
         )
 
 # %% ../../nbs/lab/07_spec.ipynb #30a58298
@@ -56,7 +57,6 @@ def _check_variants(variants: Mapping[str, Mapping]) -> None:
                 f"Variant {name!r} sets {key!r}, which is the same for all variants: set it in the base, or "
                 "through seeds, budget, threads and dir."
             )
-        _refuse_functions(f"Variant {name!r}", _make_options(keys)[0])
 
 # %% ../../nbs/lab/07_spec.ipynb #0e569da6
 def _open_base(base: str | Path | Mapping | GRPOConfig | None) -> GRPOConfig:
@@ -129,6 +129,7 @@ class Spec:
 def _check_tuning(self: Spec) -> None:
     "Tuned keys may differ and have values, and tuning seeds are not reported."
     self.tune = self.tune or {}
+    _refuse_functions("tune", self.tune)
     for key, values in self.tune.items():
         if _same_for_all(key):
             raise ValueError(f"tune sets {key!r}, which is the same for all variants.")
@@ -162,8 +163,8 @@ def _check_tasks(self: Spec) -> None:
 @patch
 def _check_keys(self: Spec, name: str, overrides: Mapping[str, Any]) -> None:
     "Keys of the configuration by building one, keywords of `make` by its signature."
-    keys, options = _make_options(overrides) if self.make else (overrides, {})
-    config = _run_config(self.base, keys, 0, self.budget)
+    keys, options = make_options(overrides) if self.make else (overrides, {})
+    config = run_config(self.base, keys, 0, self.budget)
     if self.make is None:
         return
     try:
@@ -191,13 +192,44 @@ def _source(function: Callable) -> str:
     except SyntaxError:  # a lambda in the middle of an expression
         return text
 
+# %% ../../nbs/lab/07_spec.ipynb #5a1d0c12
+def _whole_source(function: Callable, seen: tuple = ()) -> str:
+    "The text of a function or class with what it uses: values, and what else stands in its module."
+    import cloudpickle
+
+    try:
+        inspect.getsource(function)
+    except (
+        OSError,
+        TypeError,
+    ):  # an object that can be called, a partial, a function without a file
+        return f"{_source(function)} {hashlib.sha256(cloudpickle.dumps(function)).hexdigest()}"
+    own = vars(function) if inspect.isclass(function) else {function.__name__: function}
+    uses = {k: v for k, v in own.items() if not k.startswith("__") and not inspect.isfunction(v)}
+    for f in filter(inspect.isfunction, own.values()):
+        used = inspect.getclosurevars(f)
+        uses |= used.nonlocals | used.globals
+    parts, seen = [_source(function)], (*seen, function)
+    for name, value in sorted(uses.items()):
+        if inspect.isfunction(value) or inspect.isclass(value):
+            if value.__module__ == function.__module__ and value not in seen:
+                parts.append(_whole_source(value, seen))
+        elif not inspect.ismodule(value):
+            parts.append(f"{name} = {value!r:.200}")
+    return "\n".join(parts)
+
 # %% ../../nbs/lab/07_spec.ipynb #bf078424
 @patch
-def sources(self: Spec) -> dict[str, str]:
+def sources(
+    self: Spec,
+    *variants: str,  # whose own functions count, too
+) -> dict[str, str]:
     "The text of the functions of a study, also of those that the notebook has registered."
     own = {k: getattr(self, k) for k in ("make", "evaluate")}
     own |= {f"{r}.{k}": v for (_, r), mine in registered().items() for k, v in mine.items()}
-    return {k: _source(v) for k, v in own.items() if v is not None}
+    found = {k: _source(v) for k, v in own.items() if v is not None}
+    given = {f"{name}: {k}": v for name in variants for k, v in leaves(self.variants[name])}
+    return found | {k: _whole_source(v) for k, v in given.items() if callable(v)}
 
 # %% ../../nbs/lab/07_spec.ipynb #125699d8
 @patch
@@ -207,14 +239,14 @@ def tree(self: Spec) -> dict:
     tuning = {"values": self.tune, "seeds": self.tune_seeds, "tasks": self.tune_tasks}
     tree = {
         "variants": self.variants,
-        "base": _base_changes(self.base),
+        "base": base_changes(self.base),
         "seeds": self.seeds,
         "budget": written(self.budget),
         "eval_every": written(self.eval_every),
         "tune": tuning | {"budget": written(self.tune_budget)} if self.tune else None,
         "metric": self.metric,
         "lower_is_better": self.lower_is_better,
-        "functions": self.sources(),
+        "functions": self.sources(*self.variants),
     }
     return json.loads(json.dumps(hide_secrets(plain(tree))))
 
@@ -226,16 +258,32 @@ def plan_runs(
     "The runs of a study as jobs."
     import cloudpickle
 
-    functions = cloudpickle.dumps((spec.make, spec.evaluate, registered(), os.getpid()))
+    own = {
+        n: {k: v for k, v in keys.items() if functions_in({k: v})}
+        for n, keys in spec.variants.items()
+    }
+    functions = cloudpickle.dumps((spec.make, spec.evaluate, registered(), own, os.getpid()))
     metrics = (spec.metric, *spec.lower_is_better)
-    common = (metrics, spec.threads, spec.dir and str(spec.dir), spec.sources(), functions)
+    folder = spec.dir and str(spec.dir)
+    job = lambda phase, n, seed, values, *rest: Job(
+        phase,
+        n,
+        seed,
+        overrides(n, values),
+        *rest,
+        metrics,
+        spec.threads,
+        folder,
+        spec.sources(n),
+        functions,
+    )
     overrides = lambda name, values: plain(spec.variants[name] | dict(values))
     if chosen is None:
         along = spec.eval_every if spec.metric.startswith(MEAN) else None
         tasks = {"tasks.eval": spec.tune_tasks} if spec.tune_tasks else {}
-        rest = (override(spec.base, tasks), spec.tune_budget or spec.budget, along, *common)
+        rest = (override(spec.base, tasks), spec.tune_budget or spec.budget, along)
         runs = [(n, s, v) for n in spec.variants for v in spec.grid(n) for s in spec.tune_seeds]
-        return [Job("tune", n, s, overrides(n, v), *rest) for n, s, v in runs]
-    rest = (spec.base, spec.budget, spec.eval_every, *common)
+        return [job("tune", n, s, v, *rest) for n, s, v in runs]
+    rest = (spec.base, spec.budget, spec.eval_every)
     runs = [(n, s) for s in spec.seeds for n in spec.variants]
-    return [Job("report", n, s, overrides(n, chosen[n]), *rest) for n, s in runs]
+    return [job("report", n, s, chosen[n], *rest) for n, s in runs]
