@@ -33,6 +33,7 @@ from grpo_nb.config import (
     Natural,
     NonNegative,
     Positive,
+    Share,
     check_number,
     config_tree,
     configuration,
@@ -40,19 +41,20 @@ from grpo_nb.config import (
     number_in,
     override,
 )
-from .core import Policy, Rollout, seeded
+from .core import Policy, Rollout, in_shares, sample_in_shares, seeded
 from .evaluate import EvalConfig, Scores, _parts
 from .evaluate import evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig, check_metrics, warn_of_shaping
+from .losses import kl_penalty
 from .metrics import Counters, History, completion_metrics, merge_rows
-from .processes import say
+from .processes import copy_first, gather, join_processes, say
 from .ranking import check_layouts, warn_cancelling_scales
 from .reward_runner import RewardConfig, RewardRunner
 from .rewards import passing_rewards
 from .scheduler import make_stream
 from .stream import SMALL, StreamConfig, check_tasks, open_tasks
 from .tasks import Task
-from .update import UpdateConfig, UpdateReport, update
+from .update import UpdateConfig, UpdateReport, rollout_logp, update
 
 # %% ../nbs/method/04_trainer.ipynb #ae43e5c6
 class GRPO:
@@ -67,7 +69,8 @@ class GRPO:
         | Rollout
         | None = None,  # tasks, samples with rewards, or None: the next tasks of the stream
         num_epochs: int | None = None,  # instead of update.num_epochs
-        kl_threshold: float | None = None,  # instead of update.kl_stop.target
+        kl_threshold: float
+        | None = None,  # KL(old || new) above which the epochs end, instead of update.kl_stop
         record: bool = True,  # tell the callbacks now; `fit` evaluates first
     ) -> dict[str, float]:  # the row of metrics
         "One training step."
@@ -141,7 +144,7 @@ def between_batches(
     if collector.status != "open":
         return False
     self.notify("on_batch_start")
-    return bool(self.stop)
+    return not self._agree()
 
 # %% ../nbs/method/04_trainer.ipynb #56360ff1
 @patch
@@ -156,8 +159,8 @@ def sample(
         return None
     self.check_tasks(tasks)
     with self.counters.timed("gen_seconds"):
-        rollout = self.policy.sample(
-            tasks, self.config.num_generations, self.generators["sampling"]
+        rollout = sample_in_shares(
+            self.policy, tasks, self.config.num_generations, self.generators["sampling"]
         )
     tokens = int(rollout.mask_NS.sum())
     self.counters.add(
@@ -173,18 +176,21 @@ def check_tasks(
 ):
     "Error for a task that cannot be trained on, with its file and row."
     encode = getattr(self.policy, "encode_all", None)
-    needs = dict.fromkeys(k.partition(".")[0] for s in self.rewards.specs for k in s.needs)
+    needs = dict.fromkeys(
+        x for s in self.rewards.specs for k in s.needs for x in (k.partition(".")[0], k)
+    )
+    checks = [s.check for s in self.rewards.specs if s.check is not None]
     stream, held_out = self.stream, self.eval_tasks
     sets = [*getattr(stream, "tasksets", [getattr(stream, "tasks", ())])]
     if not self.tasks_checked:
         evals = [*held_out.values()] if isinstance(held_out, Mapping) else [held_out or ()]
         for tasks in (*sets, *evals):
             if len(tasks) <= SMALL:
-                check_tasks(tasks, encode, needs)
+                check_tasks(tasks, encode, needs, checks)
         self.tasks_checked = True
     known = {getattr(t, "id", None) for t in sets if 0 < len(t) <= SMALL} - {None}
     new = [t for t in drawn if getattr(t, "taskset_id", None) not in known]
-    check_tasks(new, encode, needs)
+    check_tasks(new, encode, needs, checks)
 
 # %% ../nbs/method/04_trainer.ipynb #397b4147
 @patch
@@ -197,9 +203,9 @@ def reward(
     state = {"global_step": self.step_done, "max_steps": self.config.steps, "epoch": epoch}
     self.rewards.trainer_state = state  # for functions that ask for it
     with self.counters.timed("reward_seconds"):
-        rollout = self.rewards(rollout)
+        rollout = in_shares(self.rewards, rollout)
     self.counters.add(reward_calls=len(rollout) * len(rollout.reward_names))
-    self.batch_rows["reward"].append(self.rewards.metrics())
+    self.batch_rows["reward"].append(merge_rows(gather(self.rewards.metrics())))
     return rollout
 
 # %% ../nbs/method/04_trainer.ipynb #e972ca10
@@ -248,13 +254,8 @@ def advantages(
     rollout: Rollout,  # with rewards
 ) -> tuple[Tensor, dict[str, float]]:  # (N,), or (N, S) for rewards per rank; metrics
     "Advantages as the configuration names them."
-    found = compute_advantages(
-        rollout.rewards,
-        rollout.group_N,
-        rollout.reward_names,
-        self.config.advantage,
-        lengths_N=rollout.lengths_N,
-    )
+    rewards, names, how = self._with_kl(rollout)
+    found = compute_advantages(rewards, rollout.group_N, names, how, lengths_N=rollout.lengths_N)
     values = found.values
     if values.shape[1:] == (1,) and "item" not in rollout.states:
         values = values[:, 0]
@@ -266,6 +267,21 @@ def advantages(
             )
         values = spread_to_tokens(values, rollout.mask_NS, rollout.states["item"])
     return values, found.metrics
+
+
+@patch
+def _with_kl(self: GRPO, rollout: Rollout) -> tuple[Tensor, Sequence[str], AdvantageConfig]:
+    "Rewards, names and weights; with rewards.kl_in_reward minus the KL to the reference (k1, summed) is one more."
+    rewards, how, coef = rollout.rewards, self.config.advantage, self.config.rewards.kl_in_reward
+    if not coef:
+        return rewards, rollout.reward_names, how
+    if rewards.ndim == 3:
+        raise ValueError("rewards.kl_in_reward needs one reward per sample, not one per rank.")
+    ref_NS = rollout_logp(self.reference, rollout, self.config.update.micro_tokens)
+    kl_N = kl_penalty(rollout.old_logp_NS, ref_NS, "k1", rollout.mask_NS).sum(1)
+    kl_N = kl_N.where(rollout.taken_N, math.nan).to(rewards)
+    how = dataclasses.replace(how, weights=[*self.weights, coef])
+    return torch.cat([rewards, -kl_N[:, None]], 1), (*rollout.reward_names, "kl"), how
 
 # %% ../nbs/method/04_trainer.ipynb #f62b761b
 Beta = number_in(0, 1, below=True)
@@ -279,7 +295,8 @@ class OptimizerConfig:
     betas: tuple[Beta, Beta] = (0.9, 0.999)  # of AdamW
     weight_decay: NonNegative = 0.0  # of AdamW
     warmup: Natural = 10  # steps until the full learning rate
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to 0 at the last step
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # decay to the last step
+    min_lr_ratio: Share = 0.0  # where the decay ends, as a share of lr
 
 # %% ../nbs/method/04_trainer.ipynb #ff378519
 def learning_rate(
@@ -292,19 +309,20 @@ def learning_rate(
         return config.lr * (step + 1) / config.warmup
     left = max(1 - (step - config.warmup) / max(steps - config.warmup, 1), 0.0)  # 0 after the last
     factor = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}
-    return config.lr * factor[config.schedule]
+    floor = config.min_lr_ratio
+    return config.lr * (floor + (1 - floor) * factor[config.schedule])
 
 # %% ../nbs/method/04_trainer.ipynb #7babcf89
 def _update_config(
     config: UpdateConfig,
     num_epochs: int | None = None,  # instead of the configured ones
-    kl_threshold: float | None = None,  # instead of kl_stop.target
+    kl_threshold: float | None = None,  # instead of factor * target of kl_stop
 ) -> UpdateConfig:
     "The configuration of one update."
     if num_epochs is not None:
         config = dataclasses.replace(config, num_epochs=num_epochs)
     if kl_threshold is not None:
-        stop = dataclasses.replace(config.kl_stop, target=kl_threshold)
+        stop = dataclasses.replace(config.kl_stop, target=kl_threshold, factor=1.0)
         config = dataclasses.replace(config, kl_stop=stop)
     return config
 
@@ -379,6 +397,7 @@ class RunnerConfig:
     "How rewards are run."
 
     run: RewardConfig = field(default_factory=RewardConfig)
+    kl_in_reward: NonNegative = 0.0  # weight of the KL to the reference as one more reward; 0: none
 
 # %% ../nbs/method/04_trainer.ipynb #eefb3b2b
 @configuration
@@ -416,6 +435,7 @@ def __init__(
     callbacks: Sequence = (),  # functions f(trainer, row), or objects, see `callbacks`
     opened: Sequence[str] = (),  # of these, what the configuration itself has named
 ):
+    join_processes()
     self.config = c = _make_config(config, self.config_class)
     self.callbacks = check_callbacks(callbacks)
     parts = {"policy": policy, "tasks": tasks, "rewards": rewards, "eval_tasks": eval_tasks}
@@ -426,8 +446,11 @@ def __init__(
     self.eval_tasks = _open_eval_tasks(eval_tasks, c)
     self.tasks_checked = False
     self._check_setup()
+    copy_first(
+        [p.data for p in policy.parameters()]
+    )  # random adapters are the same ones everywhere
     self.reference = reference
-    if reference is None and c.update.needs_reference:
+    if reference is None and (c.update.needs_reference or c.rewards.kl_in_reward):
         self.reference = policy.copy()
     self.optimizer = _make_optimizer(policy, c.optimizer)
     self.generators = {k: seeded(c.seed, k) for k in ("sampling", "minibatches")}
@@ -591,7 +614,7 @@ def fit(
         self.goal = config.steps if steps is None else self.step_done + steps
         if self.step_done >= self.goal:
             say(f"Nothing left to do: {self.step_done} of {self.goal} steps are done.")
-        while self.step_done < self.goal and not self.stop:
+        while self._agree() and self.step_done < self.goal:
             if config.max_seconds and self.seconds_trained >= config.max_seconds:
                 self._end_fit(f"max_seconds={config.max_seconds:g} are over")
                 break
@@ -619,6 +642,15 @@ def fit(
     return self
 
 # %% ../nbs/method/04_trainer.ipynb #498fb16d
+@patch
+def _agree(self: GRPO) -> bool:  # False: stop
+    "Whoever is asked to stop stops all processes, and they have one clock."
+    told = gather((self.stop, self.seconds_trained))
+    self.stop = next((stop for stop, _ in told if stop), None)
+    self.seconds_trained = told[0][1]
+    return not self.stop
+
+
 @patch
 def _end_fit(self: GRPO, why: str):
     "End `fit` for a reason that is no mistake."

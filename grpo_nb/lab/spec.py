@@ -25,7 +25,7 @@ from ..files import hide_secrets, leaves, plain
 from .budgets import to_budget
 from .frames import flat_keys
 from .recipe import GRPOConfig, load_config, open_eval
-from .runs import REWARD_KEYS, Job, base_changes, make_options, registered, run_config
+from .runs import REWARD_KEYS, Job, _base_changes, _make_options, registered, run_config
 from .session import functions_in
 from .study import MEAN
 
@@ -163,7 +163,7 @@ def _check_tasks(self: Spec) -> None:
 @patch
 def _check_keys(self: Spec, name: str, overrides: Mapping[str, Any]) -> None:
     "Keys of the configuration by building one, keywords of `make` by its signature."
-    keys, options = make_options(overrides) if self.make else (overrides, {})
+    keys, options = _make_options(overrides) if self.make else (overrides, {})
     config = run_config(self.base, keys, 0, self.budget)
     if self.make is None:
         return
@@ -239,7 +239,7 @@ def tree(self: Spec) -> dict:
     tuning = {"values": self.tune, "seeds": self.tune_seeds, "tasks": self.tune_tasks}
     tree = {
         "variants": self.variants,
-        "base": base_changes(self.base),
+        "base": _base_changes(self.base),
         "seeds": self.seeds,
         "budget": written(self.budget),
         "eval_every": written(self.eval_every),
