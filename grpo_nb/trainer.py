@@ -47,7 +47,7 @@ from .evaluate import evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig, check_metrics, warn_of_shaping
 from .losses import kl_penalty
 from .metrics import Counters, History, completion_metrics, merge_rows
-from .processes import copy_first, gather, join_processes, say
+from .processes import copy_first, gather, join_processes, place, say
 from .ranking import check_layouts, warn_cancelling_scales
 from .reward_runner import RewardConfig, RewardRunner
 from .rewards import passing_rewards
@@ -727,6 +727,7 @@ def state_dict(
         "selection": list(self.batch_rows["selection"]),
         "judged": list(self.batch_rows["reward"]),
         "policy_version": self.policy_version,
+        "processes": place()[1],
         "generators": {k: g.get_state() for k, g in self.generators.items()},
     }
     state = {k: part.state_dict() for k, part in self.parts().items()} | {"trainer": own}
@@ -761,6 +762,11 @@ def load_state_dict(
     self.bad_steps = own["bad_steps"]
     self.seconds_trained = own["seconds_trained"]
     self.policy_version = own["policy_version"]
+    if (before := own.get("processes", 1)) != (now := place()[1]):
+        drawn = "samples differ by rounding" if hasattr(self.policy, "draws") else "other samples"
+        say(
+            f"The checkpoint is of {before} process(es), now there are {now}: the same tasks, {drawn}."
+        )
     selection, reward = list(own["selection"]), list(own["judged"])
     self.batch_rows = {"reward": reward, "selection": selection, "filter": {}}
     self.last = None

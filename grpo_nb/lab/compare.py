@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from fastcore.meta import delegates
 
 import grpo_nb.lab.report  # noqa: F401  gives a study its table, plot and report
 from ..config import check_number, one_of
-from ..files import Lock, plain
+from ..files import Lock, plain, read_jsonl
 from .frames import flat_keys
+from .plots import LivePlot, make_figure
 from .progress import display_mode
 from .record import environment
 from .runs import FailedRun, Job, digest, finished, _result_of, run_job
@@ -162,6 +163,47 @@ class _Reporter:
         if self.on:
             say(f"[{at}/{self.total}] {name}: {said}   ({left:.0f} s left)")
 
+# %% ../../nbs/lab/08_compare.ipynb #11fec002
+@contextmanager
+def _live_curves(spec: Spec, jobs: Sequence[Job]):
+    "Draw the training reward of all runs until the block ends."
+    over = threading.Event()
+
+    def draw():
+        fig, (ax,) = make_figure(row_height=3.0)
+        return Study(spec.tree(), _runs_so_far(jobs)).plot("rollouts", "reward", ax=ax)
+
+    def watch():
+        live = LivePlot(draw, every=2.0)
+        while not over.wait(2.0):
+            if _runs_so_far(jobs):
+                live.update()
+        if _runs_so_far(jobs):
+            live.update(last=True)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    if display_mode() == "notebook":
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if thread.is_alive():
+            thread.join()
+
+
+def _runs_so_far(jobs: Sequence[Job]) -> list[dict]:
+    "What the records of the runs hold by now, as results."
+    found = []
+    for job in jobs:
+        rows, names = [], ("n_rollouts_generated", "reward")
+        with suppress(OSError):
+            rows = read_jsonl(job.dir / "run" / "metrics.jsonl")[0]
+        curve = {k: [r.get(k) for r in rows] for k in names}
+        facts = {"phase": "report", "variant": job.variant, "seed": job.seed, "curve": curve}
+        found += [facts | {"overrides": {}}] if len(rows) > 1 else []
+    return found
+
 # %% ../../nbs/lab/08_compare.ipynb #ee1a7360
 def _run_missing(
     jobs: Sequence[Job], report: _Reporter, executor: Executor | None
@@ -187,7 +229,8 @@ def _run_study(spec: Spec, executor: Executor | None) -> Study:
         chosen = {name: _choose(spec, name, results) for name in spec.variants}
         _warn_of_edges(spec, chosen)
         jobs = plan_runs(spec, chosen)
-        results = results + _run_missing(jobs, report, executor)
+        with _live_curves(spec, jobs):
+            results = results + _run_missing(jobs, report, executor)
     except KeyboardInterrupt:
         have = [r for j in [*tuning, *jobs] if (r := finished(j))]
         say(

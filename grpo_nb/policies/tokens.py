@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..config import check_number, one_of
-from ..core import Groups, Rollout, check_finite, pad_to
+from ..core import Groups, Rollout, check_finite, pad_to, seeded
 from .decoding import FLOOR, Network, draw, head_logp, left_padded, shape_logits
 from grpo_nb.policies.loading import (
     add_lora,
@@ -31,7 +31,7 @@ from grpo_nb.policies.loading import (
     stop_tokens,
     unwrap_peft,
 )
-from ..tasks import check_prompt
+from ..tasks import Task, check_prompt
 from ..update import RatioMismatch, micro_batches
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #93e11d63
@@ -99,8 +99,10 @@ class TokenPolicy:
 
     def __repr__(self):
         n = sum(p.numel() for p in self.model.parameters())
+        few = sum(p.numel() for p in self.parameters())
+        trained = f"{few:,} trained{' (LoRA)' * self.lora}, " if few < n else ""
         return (
-            f"TokenPolicy({type(self.model).__name__}, {n:,} parameters, temperature {self.temperature}, "
+            f"TokenPolicy({type(self.model).__name__}, {n:,} parameters, {trained}temperature {self.temperature}, "
             f"at most {self.max_new_tokens} new tokens)"
         )
 
@@ -430,6 +432,17 @@ def _generate(self: TokenPolicy, ids_PL, length_P, index_N, uniform_NS, greedy=F
             row, token, alive = row[rows], token[rows], alive[rows]
         logits = decoder.step(token)
     return token_NS, mask_NS, logp_NS, entropy_NS
+
+# %% ../../nbs/method/03_policies.tokens.ipynb #6e11a002
+@patch
+def generate(
+    self: TokenPolicy,
+    prompt: str | list[dict],  # text, or chat messages {"role", "content"}
+    greedy: bool = True,  # the likeliest token each time, instead of one that is drawn
+    seed: int = 0,  # of what is drawn
+) -> str:
+    "What the model says to one prompt."
+    return self.sample([Task(prompt)], 1, seeded(seed, "generate"), greedy).outputs[0]
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #c7a9ab24
 _ENGINES = {"vllm": ("grpo_nb.integrations.vllm", "VLLM")}  # imported when asked for
