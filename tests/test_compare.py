@@ -770,68 +770,6 @@ def test_parts_of_a_notebook_reach_workers_and_only_what_was_edited_is_trained_a
     assert float(rewards[2]) == 1.0 and trained == 1
 
 
-NOTEBOOK = """
-import sys
-from functools import partial
-from grpo_nb.all import *
-
-SCALE = float(sys.argv[2])
-
-def halved(x):
-    return SCALE * x
-
-def mine(rewards, group_N):
-    return halved(rewards.sum(1) - 0.5)
-
-def ends_with_7(completion, end="7"):
-    return float(completion.endswith(end))
-
-class Backwards(BaseSelector):
-    def pick(self, batch_size):
-        return self.num_tasks - 1 - self.places(batch_size)
-
-def any_right(rollout, config):
-    return group_stats(rollout.rewards[:, 0], Groups.of(rollout.group_N)).mean > 0
-
-arms = {
-    "grpo": {},
-    "estimator": {"advantage.mode": mine},
-    "reward": {"rewards.functions": {"seven": partial(ends_with_7, end=sys.argv[3])}},
-    "selector": {"tasks.selector": Backwards},
-    "rule": {"filter_groups.enable": True, "filter_groups.rule": any_right, "filter_groups.log_format": None},
-}
-if __name__ == "__main__":
-    base = {"policy": {"max_new_tokens": 8}, "train_batch_size": 3, "num_generations": 2}
-    base |= {"eval": {"limit": 2, "samples": 1, "greedy": False}}
-    study = compare(arms, base, seeds=1, budget=Steps(1), dir=sys.argv[1], workers=2)
-    print(*(r["key"] for r in study.runs))
-    print(*(r["curve"]["reward"][1] for r in study.runs))
-"""
-
-
-def test_parts_of_a_notebook_reach_workers_and_only_what_was_edited_is_trained_again(tmp_path):
-    "Functions and classes of the main module, in worker processes, by nothing but their variant."
-
-    def study(*edited):
-        cmd = [sys.executable, str(tmp_path / "notebook.py"), str(tmp_path / "d"), *edited]
-        p = subprocess.run(cmd, capture_output=True, text=True)
-        assert p.returncode == 0, p.stderr[-2000:]
-        *told, keys, rewards = p.stdout.strip().splitlines()
-        return keys.split(), rewards.split(), len(told)
-
-    (tmp_path / "notebook.py").write_text(NOTEBOOK)
-    keys, _, trained = study("0.5", "7")
-    assert trained == 5 and len(set(keys)) == 5
-    again, _, trained = study("0.5", "7")
-    assert (again, trained) == (keys, 0)
-    edited, _, trained = study("0.25", "7")  # what the estimator uses
-    assert [a == b for a, b in zip(keys, edited)] == [True, False, True, True, True]
-    assert trained == 1
-    edited, rewards, trained = study("0.5", "")  # what a partial holds
-    assert [a == b for a, b in zip(keys, edited)] == [True, True, False, True, True]
-    assert float(rewards[2]) == 1.0 and trained == 1
-
-
 SLEEPERS = """
 import os, sys, time
 from grpo_nb.lab.budgets import Steps
