@@ -449,7 +449,7 @@ def __init__(
     copy_first(
         [p.data for p in policy.parameters()]
     )  # random adapters are the same ones everywhere
-    self.reference = reference
+    self.reference = None if reference is None else _make_policy(reference, c)
     if reference is None and (c.update.needs_reference or c.rewards.kl_in_reward):
         self.reference = policy.copy()
     self.optimizer = _make_optimizer(policy, c.optimizer)
@@ -503,7 +503,9 @@ def _make_config(config: Any, kind: type) -> TrainerConfig:
 
 def _make_policy(policy: Any, config: TrainerConfig) -> Policy:
     "A policy from what was given, with the options of the configuration where it is only a model."
-    if hasattr(policy, "sample"):
+    if all(hasattr(policy, k) for k in ("sample", "logp", "parameters")) and not isinstance(
+        policy, type
+    ):
         return policy
     from grpo_nb.policies.tokens import as_policy  # transformers is slow to import
 
@@ -678,7 +680,7 @@ def diagnosis(self: GRPO) -> str:
 def _evaluation_due(self: GRPO) -> bool:
     "Whether held-out tasks are evaluated after this step."
     every = self.config.eval.every
-    return bool(every) and self.step_done % every == 0 and self.eval_tasks is not None
+    return bool(every) and self.step_done % every == 0 and bool(self.eval_tasks)
 
 # %% ../nbs/method/04_trainer.ipynb #3bbb5b57
 @patch

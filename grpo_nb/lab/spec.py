@@ -25,7 +25,7 @@ from ..files import hide_secrets, leaves, plain
 from .budgets import to_budget
 from .frames import flat_keys
 from .recipe import GRPOConfig, load_config, open_eval
-from .runs import REWARD_KEYS, Job, _base_changes, _make_options, registered, run_config
+from .runs import REWARD_KEYS, Job, _base_changes, _make_options, registered, _run_config
 from .session import functions_in
 from .study import MEAN
 
@@ -164,7 +164,7 @@ def _check_tasks(self: Spec) -> None:
 def _check_keys(self: Spec, name: str, overrides: Mapping[str, Any]) -> None:
     "Keys of the configuration by building one, keywords of `make` by its signature."
     keys, options = _make_options(overrides) if self.make else (overrides, {})
-    config = run_config(self.base, keys, 0, self.budget)
+    config = _run_config(self.base, keys, 0, self.budget)
     if self.make is None:
         return
     try:
