@@ -129,6 +129,22 @@ def _stop_ids(stop: int | str | list | None, tokenizer) -> list[int]:
         found += ids
     return found
 
+# %% ../../nbs/method/03_policies.tokens.ipynb #c7a9ab24
+_ENGINES = {"vllm": ("grpo_nb.integrations.vllm", "VLLM")}  # imported when asked for
+
+
+def open_engine(
+    engine: Any,  # {"kind": "vllm", "url": ...}; an engine or None as they are
+):
+    "The engine of a recipe, once it answers."
+    if not isinstance(engine, Mapping):
+        return engine
+    module, name = _ENGINES[one_of("policy.engine.kind", engine.get("kind"), _ENGINES)]
+    options = {k: v for k, v in engine.items() if k != "kind"}
+    made = getattr(importlib.import_module(module), name)(**options)
+    made.wait()
+    return made
+
 # %% ../../nbs/method/03_policies.tokens.ipynb #0378601c
 @patch(cls_method=True)
 def from_pretrained(
@@ -334,6 +350,27 @@ def decode(
     rows = [[i for i, k in zip(*row) if k] for row in zip(ids_NS.tolist(), keep_NS.tolist())]
     return self.tokenizer.batch_decode(rows, skip_special_tokens=False)
 
+# %% ../../nbs/method/03_policies.tokens.ipynb #42cc4880
+@patch
+def _padding(self: TokenPolicy) -> int:
+    "What stands after a completion."
+    pad = self.tokenizer.pad_token_id
+    return self.stop[0] if pad is None and self.stop else pad or 0
+
+
+@patch
+def _draw_remote(self: TokenPolicy, ids_PL, length_P, index_N, generator, greedy) -> tuple:
+    "The same by the engine, with its own log-probs at the end; each prompt has a seed."
+    prompts = [ids[:n].tolist() for ids, n in zip(ids_PL, length_P)]
+    where = {"generator": generator, "device": generator.device}
+    seeds = torch.randint(2**53, (len(prompts),), **where).tolist()
+    n = len(index_N) // len(prompts)
+    drawn = self.engine.sample(self, prompts, n, seeds, greedy)
+    if self.engine.old_logp == "sampler" and not greedy:
+        r = self._as_rollout(prompts, n, drawn)
+        return r.states["completion_ids"], r.mask_NS, r.old_logp_NS, None
+    return self.score_drawn(prompts, n, drawn, greedy)
+
 # %% ../../nbs/method/03_policies.tokens.ipynb #94077b1e
 @patch
 @torch.no_grad()
@@ -443,43 +480,6 @@ def generate(
 ) -> str:
     "What the model says to one prompt."
     return self.sample([Task(prompt)], 1, seeded(seed, "generate"), greedy).outputs[0]
-
-# %% ../../nbs/method/03_policies.tokens.ipynb #c7a9ab24
-_ENGINES = {"vllm": ("grpo_nb.integrations.vllm", "VLLM")}  # imported when asked for
-
-
-def open_engine(
-    engine: Any,  # {"kind": "vllm", "url": ...}; an engine or None as they are
-):
-    "The engine of a recipe, once it answers."
-    if not isinstance(engine, Mapping):
-        return engine
-    module, name = _ENGINES[one_of("policy.engine.kind", engine.get("kind"), _ENGINES)]
-    options = {k: v for k, v in engine.items() if k != "kind"}
-    made = getattr(importlib.import_module(module), name)(**options)
-    made.wait()
-    return made
-
-# %% ../../nbs/method/03_policies.tokens.ipynb #42cc4880
-@patch
-def _padding(self: TokenPolicy) -> int:
-    "What stands after a completion."
-    pad = self.tokenizer.pad_token_id
-    return self.stop[0] if pad is None and self.stop else pad or 0
-
-
-@patch
-def _draw_remote(self: TokenPolicy, ids_PL, length_P, index_N, generator, greedy) -> tuple:
-    "The same by the engine, with its own log-probs at the end; each prompt has a seed."
-    prompts = [ids[:n].tolist() for ids, n in zip(ids_PL, length_P)]
-    where = {"generator": generator, "device": generator.device}
-    seeds = torch.randint(2**53, (len(prompts),), **where).tolist()
-    n = len(index_N) // len(prompts)
-    drawn = self.engine.sample(self, prompts, n, seeds, greedy)
-    if self.engine.old_logp == "sampler" and not greedy:
-        r = self._as_rollout(prompts, n, drawn)
-        return r.states["completion_ids"], r.mask_NS, r.old_logp_NS, None
-    return self.score_drawn(prompts, n, drawn, greedy)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #65618aa4
 _SCORED = 2**14  # tokens per pass
