@@ -145,6 +145,28 @@ def open_engine(
     made.wait()
     return made
 
+# %% ../../nbs/method/03_policies.tokens.ipynb #d3664ad0
+@patch
+def parameters(self: TokenPolicy) -> list[nn.Parameter]:
+    "The trainable parameters, for an optimizer."
+    return [p for p in self.model.parameters() if p.requires_grad]
+
+
+@patch
+def state_dict(self: TokenPolicy) -> dict[str, Tensor]:
+    "The weights; of a model with adapters those that are trained."
+    state = self.model.state_dict()
+    return {k: state[k] for k in self.trained} if self.lora else state
+
+
+@patch
+def load_state_dict(self: TokenPolicy, state: dict[str, Tensor]):
+    "The reverse of `state_dict`."
+    wrong = self.state_dict().keys() ^ state.keys()
+    if wrong:
+        raise ValueError(f"These weights belong to another model: {sorted(wrong)[:3]} do not fit.")
+    return self.model.load_state_dict(state, strict=not self.lora)
+
 # %% ../../nbs/method/03_policies.tokens.ipynb #0378601c
 @patch(cls_method=True)
 def from_pretrained(
@@ -188,28 +210,6 @@ def settings(self: TokenPolicy) -> dict:
         "autocast": self.network.autocast,
         "engine": self.engine and self.engine.settings(),
     }
-
-# %% ../../nbs/method/03_policies.tokens.ipynb #d3664ad0
-@patch
-def parameters(self: TokenPolicy) -> list[nn.Parameter]:
-    "The trainable parameters, for an optimizer."
-    return [p for p in self.model.parameters() if p.requires_grad]
-
-
-@patch
-def state_dict(self: TokenPolicy) -> dict[str, Tensor]:
-    "The weights; of a model with adapters those that are trained."
-    state = self.model.state_dict()
-    return {k: state[k] for k in self.trained} if self.lora else state
-
-
-@patch
-def load_state_dict(self: TokenPolicy, state: dict[str, Tensor]):
-    "The reverse of `state_dict`."
-    wrong = self.state_dict().keys() ^ state.keys()
-    if wrong:
-        raise ValueError(f"These weights belong to another model: {sorted(wrong)[:3]} do not fit.")
-    return self.model.load_state_dict(state, strict=not self.lora)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #eaf8f2bc
 @patch
