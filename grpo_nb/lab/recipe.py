@@ -446,7 +446,7 @@ def _refuse_dead_keys(trainer: GRPO) -> None:
     "Every key that somebody has set has an effect, or is refused or told."
     asked, ran = config_tree(trainer.config), described(trainer)
     for key, name in functions_in(trainer.config).items():
-        asked = _with_key(asked, key.split("."), name)
+        asked = _with_key(asked, key.split("."), f"<passed: {name}>")
     given = [k for k in given_keys(trainer.config) if _at(asked, k) not in (None, _at(ran, k))]
     replaced = [k for k in given if k.startswith(_SOURCES)]
     for key in given:
