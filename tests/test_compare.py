@@ -242,7 +242,7 @@ def test_processes_give_what_one_process_gives_and_survive_a_death(tmp_path):
     assert "The process of this run died" in dead[0]["error"]
     with ThreadPoolExecutor(2) as pool:
         there = contest(dir=tmp_path / "three", executor=pool, **kw)
-    assert [r["curve"] for r in there.runs] == [r["curve"] for r in here.runs]
+    assert curves_of(there.runs) == curves_of(here.runs)
 
 
 REGISTERS = """
