@@ -37,6 +37,7 @@ def main():
     from nbdev.quarto import refresh_quarto_yml
 
     os.chdir(ROOT)
+    sys.path[:0] = [str(ROOT / "studies"), str(ROOT / "data" / "build")]  # notebooks show their parts
     cfg = get_config()
     refresh_quarto_yml()
     docments.signature = signature

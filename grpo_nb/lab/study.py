@@ -234,7 +234,7 @@ def certainty(self: Study, resamples: int = 2000, seed: int = 0) -> dict[str, fl
     frame, metric, rng, out = self.tuning(), self.spec["metric"], np.random.default_rng(seed), {}
     sign = -1 if _is_lower(metric, self.spec.get("lower_is_better", ())) else 1
     for name, runs in frame.groupby("variant", sort=False):
-        runs = runs.assign(value=list(zip(*(runs[k] for k in self.tuned))))
+        runs = runs.assign(value=[str(x) for x in zip(*(runs[k] for k in self.tuned))])
         score_SV = sign * runs.pivot(index="seed", columns="value", values=metric)
         drawn = rng.integers(len(score_SV), size=(resamples, len(score_SV)))
         means = score_SV.fillna(-np.inf).to_numpy()[drawn].mean(1)
