@@ -37,7 +37,10 @@ def main():
     from nbdev.quarto import refresh_quarto_yml
 
     os.chdir(ROOT)
-    sys.path[:0] = [str(ROOT / "studies"), str(ROOT / "data" / "build")]  # notebooks show their parts
+    sys.path[:0] = [
+        str(ROOT / "studies"),
+        str(ROOT / "data" / "build"),
+    ]  # notebooks show their parts
     cfg = get_config()
     refresh_quarto_yml()
     docments.signature = signature
