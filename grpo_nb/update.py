@@ -256,8 +256,8 @@ class UpdateReport:
 
     rows: list[dict] = field(default_factory=list)  # one per update that was tried
     planned: int = 0  # updates there would be without an early stop
-    sampling: dict = field(default_factory=dict)  # how far trainer and sampler are apart
     reason: str = ""  # why the epochs ended early; empty if they did not
+    sampling: dict = field(default_factory=dict)  # how far trainer and sampler are apart
 
     @property
     def done(self) -> int:

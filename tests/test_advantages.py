@@ -564,3 +564,9 @@ def test_a_true_spread_of_1e9_is_as_large_as_epsilon_lets_it():
     x = torch.tensor([1e-9, 0, 0, 0], dtype=torch.float64)
     for eps, largest in ((1e-4, 7.5e-6), (1e-8, 0.0714), (0, 1.5)):
         assert grpo(x, [0] * 4, eps=eps).max().item() == pytest.approx(largest, rel=1e-2)
+
+
+def test_a_value_at_the_mean_of_its_group_agrees_with_every_other_reward():
+    x = torch.tensor([[0.1, 0.0], [0.2, 1.0], [0.3, 1.0]] * 2)
+    a = ADVANTAGES["gd2po"](x, [0, 0, 0, 1, 1, 1], **F64)
+    assert (a != 0).all()

@@ -127,7 +127,7 @@ def test_rank_advantages_land_on_the_tokens_of_their_item(task):
 def test_a_trainer_says_which_scales_cancel(task):
     loud = make_safety_reward(task.parser, task.oracle, lambda_safe=10.0)
     parts = {"relevance": make_relevance_reward(task.parser), "safety": loud}
-    for mode in ("gdpo", "mo_grpo"):
+    for mode in ("gdpo", "mo_grpo", "saw", "gd2po"):
         with pytest.warns(UserWarning, match="lambda_safe of reward 'safety' = 10 has no effect"):
             ranking_trainer(task, mode, parts)
     combined = {"safe": make_safe_reward(task.parser, task.oracle, lambda_safe=10.0)}
