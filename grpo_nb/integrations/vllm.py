@@ -25,7 +25,7 @@ from fastcore.basics import patch
 from safetensors.torch import save_file
 
 from ..config import Positive, build_config, config_tree, configuration
-from ..files import hide_secrets
+from ..files import hide_secrets, to_disk
 from ..policies.loading import merge_lora
 from ..processes import place, say
 
@@ -263,7 +263,7 @@ def give_weights(
     try:
         _write_weights(policy, writing)
         for path in (*writing.iterdir(), writing):
-            _to_disk(path)
+            to_disk(path)
         writing.rename(folder)
         self._reload(folder, label)
     finally:
@@ -297,15 +297,6 @@ def _write_weights(policy, folder: Path):
     tied = {k: p.detach().contiguous() for k, p in every if first.setdefault(id(p), k) != k}
     if tied:
         save_file(tied, folder / "tied.safetensors")
-
-
-def _to_disk(path: Path):
-    "Wait until a file or folder is on the disk."
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 # %% ../../nbs/integrations/05_vllm.ipynb #96227c06
 @patch

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from ..config import check_number
-from ..files import free_path, pack, sha256, unpack
+from ..files import free_path, pack, sha256, to_disk, unpack
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #493abb4f
 MANIFEST = "manifest.json"
@@ -35,15 +35,6 @@ _CHECKSUM = ',\n "sha256": "'  # stands before the checksum of what stands befor
 
 class CheckpointError(ValueError):
     "A folder that is not a whole checkpoint, or one that cannot be written."
-
-
-def _to_disk(path: Path):
-    "Wait until a file or folder is on the disk."
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #adc0e127
 def _seal(folder: Path, target: Path, about: Mapping[str, Any]) -> Path:
@@ -55,9 +46,9 @@ def _seal(folder: Path, target: Path, about: Mapping[str, Any]) -> Path:
     sealed = hashlib.sha256(text.encode()).hexdigest()
     manifest.write_text(f'{text}{_CHECKSUM}{sealed}"\n}}')
     for path in (*paths, manifest, folder):
-        _to_disk(path)
+        to_disk(path)
     os.rename(folder, target)
-    _to_disk(target.parent)
+    to_disk(target.parent)
     return target
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #cd2e32b4
