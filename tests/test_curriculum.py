@@ -26,9 +26,9 @@ STAGES = [
 # selectors of the three tasksets, share policy
 RUNS = {
     "size": (("difficulty_based", "thompson", "greso"), "size"),
-    "weights": (("shuffle", "learnability", "offline_easy2hard"), {"easy": 1, "middle": 2, "hard": 1}),
+    "ucb": (("shuffle", "learnability", "offline_easy2hard"), {"kind": "ucb", "window": 16}),
     "stages": (("random", "sequential", "thompson"), {"kind": "stages", "stages": STAGES}),
-    "more": (("greso", "difficulty_based", "learnability"), {"easy": 1, "middle": 2, "hard": 2}),
+    "softmax_q": (("greso", "difficulty_based", "learnability"), {"kind": "softmax_q", "tau": 0.3}),
 }  # fmt: skip
 OPTIONS = {
     "random": {"wrap": "epochs"},
@@ -180,7 +180,7 @@ def seen_by(selector):
 
 
 def test_dropped_groups_teach_the_selector():
-    run = Run("more")
+    run = Run("softmax_q")
     while run.steps < 8:
         run.event()
     drawn = {t for kind, tasks in run.stream if kind == "read" for t in tasks}

@@ -23,6 +23,8 @@ from grpo_nb.scheduler import (
 from grpo_nb.selectors import SELECTORS, SequentialSelector, TaskSelectorConfig
 from grpo_nb.shares import (
     Shares,
+    SoftmaxQShares,
+    UcbShares,
     make_shares,
 )
 from grpo_nb.tasks import Task
@@ -115,6 +117,8 @@ def test_published_pass_rates():
     assert f == {0: {"indices": list(range(8)), "values": [1.5] * 8, "counts": [4] * 8}}
     with pytest.raises(ValueError, match="rescale the reward"):  # no pass rates
         TasksetScheduler([Table(8)], 1, "thompson").update({SELECTOR_METRIC: f})
+    with pytest.raises(ValueError, match="bandit over tasksets"):
+        TasksetScheduler([Table(8)], 1, shares="ucb").update({SELECTOR_METRIC: f})
 
 
 # Shares ------------------------------------------------------------------------------------------
@@ -162,6 +166,31 @@ def test_999_to_1():
     s = TasksetScheduler([Table(1), Table(999)], 40, total_epochs=3)
     drawn = [x for b in s for x in pairs(b)]
     assert len(drawn) == 3000 and drawn.count((0, 0)) == 3 and len(set(drawn)) == 1000
+
+
+@pytest.mark.parametrize(
+    "policy", [UcbShares([5, 5, 5], 1, 0.5), SoftmaxQShares([5, 5, 5], 1, 0.5)]
+)
+def test_bandit_frequencies_match_its_distribution(policy):
+    rng = np.random.default_rng(0)
+    for k, p in enumerate((0.05, 0.5, 0.9)):
+        policy.update(k, 2 * np.sqrt(p * (1 - p)) + 0 * rng.random(50))
+    expected = 30_000 * policy.probabilities()
+    draws = np.concatenate([policy.ids(s, 100) for s in range(0, 30_000, 100)])
+    chi2 = ((np.bincount(draws, minlength=3) - expected) ** 2 / expected).sum()
+    assert chi2 < 13.8 and expected.argmax() == 1  # 99.9 % point with 2 degrees of freedom
+
+
+def test_ucb_explores_and_forgets():
+    policy = UcbShares([5, 5], window=10)
+    policy.update(0, np.ones(100))
+    assert policy.scores()[1] > policy.scores()[0]  # never seen: the bonus wins
+    policy.update(1, np.zeros(100))
+    assert policy.scores()[0] > policy.scores()[1]
+    policy.update(0, np.zeros(10))
+    assert policy.scores()[0] == pytest.approx(
+        np.sqrt(2 * np.log(211) / 111)
+    )  # the window holds zeros only
 
 
 def test_shares_of_one_s_own():
@@ -366,13 +395,14 @@ def one_sample(**changes):
         (lambda: TasksetScheduler([Table(1)], 0), "batch_size must be"),
         (lambda: TasksetScheduler([Table(1)], 1, ["shuffle", "random"]), "2 selectors for 1"),
         (lambda: TasksetScheduler([Table(1)], 1, shares={"kind": "weights", "weights": {"c": 1}}), "'c'"),
-        (lambda: make_shares({"kind": "stages", "stags": 1}, ["a"], [5], None), "Did you mean 'stages'"),
+        (lambda: make_shares({"kind": "ucb", "windw": 1}, ["a"], [5], None), "Did you mean 'window'"),
         (lambda: make_shares("sise", ["a"], [5], None), "Did you mean 'size'"),
         (lambda: Shares([5, 7], stages=[{"weights": [0, 0]}]), "not all zero"),
         (lambda: Shares([5, 7], stages=[]), "at least one stage"),
         (lambda: make_shares({"kind": "stages", "stages": [{}]}, ["a"], [5], None), "Stage 0 has no weights"),
         (lambda: Shares([5, 7], stages=[{"weights": [1, 0]}] * 2), "samples >= 1"),
         (lambda: Shares([5, 7], stages=[{"samples": 6, "weights": [1, 0]}]), "leave out its samples"),
+        (lambda: UcbShares([1], tau=0), "tau must be > 0"),
         (lambda: TasksetScheduler([Table(1)], 1, operators=[{"name": "pass_rate_calculator", "arg": {}}]), "name and maybe args"),
         (lambda: reward_per_sample(one_sample(), "x"), "'x'"),
         (lambda: reward_per_sample(one_sample(rewards_NR=None, reward_names=())), "no info"),
