@@ -249,6 +249,8 @@ def test_missing_metric_lists_what_there_is():
         dict(max_staleness=-1),
         dict(min_spread=nan),
         dict(filter_rate_ema=1.5),
+        dict(band=(1, 0)),
+        dict(band=(1, 2, 3)),
         dict(metric=[3]),
         dict(metric="acc", rule="combined"),
         dict(rule="metric"),

@@ -157,9 +157,9 @@ algorithm:
         load_config(recipe, ["algorithm.filter_groups.max_gen_batches=3"])
 
 
-def test_several_metrics_from_overrides():
-    f = load_config(None, ["filter_groups.metric=[acc,length]"])
-    assert f.filter_groups.metrics == ("acc", "length")
+def test_several_metrics_and_a_band_from_overrides():
+    f = load_config(None, ["filter_groups.metric=[acc,length]", "filter_groups.band=[0.2,1]"])
+    assert f.filter_groups.metrics == ("acc", "length") and f.filter_groups.band == (0.2, 1.0)
     short = lambda completions, **columns: [float(len(c) < 20) for c in completions]
     both = {"acc": only(()), "length": short}  # acc never varies
     t = make("filter_groups.metric=[acc,length]", "steps=1", reward=both).fit()
