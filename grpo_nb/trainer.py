@@ -788,3 +788,9 @@ def _check_state(self: GRPO, state: Mapping[str, Any]):
     odd += [k for k in have.keys() & stored.keys() if have[k].shape != stored[k].shape]
     if odd:
         raise ValueError(f"The checkpoint holds another policy: {odd[:3]} do not fit.")
+    stored, have = (o["param_groups"][0] for o in (state["optimizer"], self.optimizer.state_dict()))
+    if odd := sorted(have.keys() ^ stored.keys()):
+        raise ValueError(
+            f"The checkpoint is of another optimizer: only one of the two has {', '.join(odd[:3])}. Give `trainer.optimizer` "
+            "that optimizer, then call `load_state_dict`."
+        )

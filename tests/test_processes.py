@@ -2,6 +2,7 @@
 
 import functools
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,8 @@ def make(name, **more):
     } | case
     config = {"steps": 3, "update.max_grad_norm": None} | case
     trainer = GRPO(policy, TASKS, rewards, config, eval_tasks=TASKS[:3])
-    trainer.optimizer = torch.optim.SGD(policy.parameters(), 1.0)  # steps are gradients
+    if name != "resumed":  # a checkpoint's optimizer is that of the configuration
+        trainer.optimizer = torch.optim.SGD(policy.parameters(), 1.0)  # steps are gradients
     return trainer
 
 
@@ -170,7 +172,8 @@ def run_jobs(rank, jobs, folder, size):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/meet", world_size=size, rank=rank)
+    meet, wait = f"file://{folder}/meet", timedelta(seconds=60)  # who waits longer waits for nobody
+    dist.init_process_group("gloo", meet, world_size=size, rank=rank, timeout=wait)
     assert place() == (rank, size)
     found = {}
     for name, f in jobs.items():

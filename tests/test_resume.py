@@ -53,6 +53,15 @@ def make(folder, *more, **parts):
     return trainer
 
 
+def test_the_state_of_another_optimizer_is_refused_before_anything_changes():
+    held, trainer = make(None).fit(1).state_dict(), make(None)
+    before = [p.detach().clone() for p in trainer.policy.parameters()]
+    trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 1.0)
+    with pytest.raises(ValueError, match="of another optimizer: only one of the two has amsgrad"):
+        trainer.load_state_dict(held)
+    assert all(map(torch.equal, before, trainer.policy.parameters()))
+
+
 def rows(trainer):
     return read_jsonl(trainer.run.dir / "metrics.jsonl")[0]
 

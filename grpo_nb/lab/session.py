@@ -726,7 +726,7 @@ def check_resume(
     for cut in range(1, steps) if cuts is None else cuts:
         first = make(str(folder / f"cut{cut}")).fit(cut)
         first.close()
-        where = first.run.dir
+        where = of_first(lambda: first.run.dir)
         second = GRPO.load(where, **{k: f() for k, f in parts.items()}).fit(steps - cut)
         odd = whole.differences(second)
         second.close()
