@@ -131,7 +131,7 @@ def die_at(n):
 
         return g
 
-    for name in ("_to_disk", "sha256", "_write_state", "_seal", "pack"):
+    for name in ("to_disk", "sha256", "_write_state", "_seal", "pack"):
         setattr(checkpoint, name, count(getattr(checkpoint, name)))
     session.prune = count(session.prune)
     checkpoint.shutil.rmtree = count(checkpoint.shutil.rmtree)
