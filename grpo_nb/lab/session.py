@@ -8,6 +8,7 @@ __all__ = ['RunConfig', 'CheckpointConfig', 'Interrupts', 'Session', 'remember',
 
 # %% ../../nbs/lab/02_session.ipynb #7c9c1b3b
 import contextlib
+import functools
 import hashlib
 import inspect
 import logging
@@ -726,7 +727,7 @@ def check_resume(
     for cut in range(1, steps) if cuts is None else cuts:
         first = make(str(folder / f"cut{cut}")).fit(cut)
         first.close()
-        where = of_first(lambda: first.run.dir)
+        where = of_first(functools.partial(getattr, first.run, "dir", None))
         second = GRPO.load(where, **{k: f() for k, f in parts.items()}).fit(steps - cut)
         odd = whole.differences(second)
         second.close()
