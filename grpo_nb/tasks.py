@@ -367,6 +367,8 @@ class Taskset:
         id: str | None = None,  # what Task.taskset_id says, unique in a run; default: the name
         rename: Mapping[str, str] | None = None,  # field or path of the source -> its name in tasks
     ):
+        if not hasattr(rows, "row"):
+            raise ValueError(f"Taskset.load(source) makes tasks of a {type(rows).__name__}.")
         self.rows, self.prompt = rows, prompt
         self.name, self.id = name, name if id is None else id
         self.rename, self._columns, self._keys = dict(rename or {}), {}, None

@@ -49,10 +49,10 @@ def update(
     out.sampling = _sampling(c, rollout, batch["weight"])
     exact = getattr(policy, "kl_old", None) if c.kl_stop.stat != "k3" else None
     last_NS = batch["old"]  # log-probs at the beginning of the last epoch
-    steps_per_pass = _steps_per_pass(c, policy, rollout)
+    steps_per_pass = _steps_per_pass(c.micro_tokens, policy, rollout)
     for epoch in range(c.num_epochs):  # K passes over the same rollout
         if c.scheme in ("progressive", "previous_epoch") and epoch:
-            now_NS = rollout_logp(policy, rollout, steps_per_pass)
+            now_NS = rollout_logp(policy, rollout, c.micro_tokens)
             batch["anchor"] = now_NS if c.scheme == "progressive" else last_NS
             last_NS = now_NS
         parts = _minibatches(c, rollout, generator)
@@ -227,23 +227,23 @@ def own_rows(
     return rows[owner == rank]
 
 # %% ../nbs/method/02_update.ipynb #665fe821
-def _steps_per_pass(c: "UpdateConfig", policy: Policy, rollout: Rollout) -> int | None:
-    "The limit of the configuration, or what the policy finds room for."
+def _steps_per_pass(given: int | None, policy: Policy, rollout: Rollout) -> int | None:
+    "The limit that was given, or what the policy finds room for."
     offered = getattr(policy, "micro_tokens", None)
-    return c.micro_tokens or (offered(rollout) if offered else None)
+    return given or (offered(rollout) if offered else None)
 
 
 @torch.no_grad()
 def rollout_logp(
     policy: Policy,  # any policy
     rollout: Rollout,  # samples
-    budget: int | None = None,  # steps per pass
+    budget: int | None = None,  # steps per pass; None: the policy's choice
 ) -> Tensor:  # (N, S) without gradients
     "Log-probs of a whole rollout in passes of at most `budget` steps, siblings together."
     out_NS = torch.zeros_like(rollout.old_logp_NS)
     order = torch.argsort(Groups.of(rollout.group_N).index_N.cpu(), stable=True)
     mine = own_rows(rollout.lengths_N, order)
-    for rows in micro_batches(rollout.lengths_N, mine, budget):
+    for rows in micro_batches(rollout.lengths_N, mine, _steps_per_pass(budget, policy, rollout)):
         out_NS[rows] = policy.logp(rollout[rows]).to(out_NS)
     for rows, logp_NS in gather((mine, out_NS[mine])):  # of all processes
         out_NS[rows] = logp_NS.to(out_NS)
@@ -348,11 +348,7 @@ def _minibatches(c, rollout, generator) -> list[Tensor]:
 def _columns(c, rollout, advantages, reference) -> dict:
     "What the loss needs beside the log-probs, one row per sample; `anchor` is what the ratio is relative to."
     old_NS = None if c.scheme == "on_policy" else rollout.old_logp_NS
-    ref_NS = (
-        rollout_logp(reference, rollout, _steps_per_pass(c, reference, rollout))
-        if c.needs_reference
-        else None
-    )
+    ref_NS = rollout_logp(reference, rollout, c.micro_tokens) if c.needs_reference else None
     kl_mask_NS, skipped_N = kl_mask_and_skipped(c, rollout, advantages)
     skipped_N = skipped_N | ~rollout.taken_N.cpu()
     age_N = torch.as_tensor(rollout.info.get("age", torch.zeros(len(rollout))))

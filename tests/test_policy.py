@@ -162,6 +162,20 @@ def test_head_logp_peak_memory_does_not_grow_with_the_number_of_tokens(monkeypat
     assert seen and all(s[0] <= 16 for s in seen)
 
 
+def test_a_pass_takes_prompts_once_a_group_and_half_as_much_in_double_precision(policy):
+    rows = [{"prompt": "12+34="}] * 3
+    with pytest.raises(ValueError, match=r"make tasks of rows by Taskset\.load"):
+        policy.sample(rows, 4, seeded(0))
+    r = policy.sample(Taskset.load(rows)[:], 4, seeded(0))
+    steps, prompts = int(r.mask_NS.sum()), int(r.states["prompt_len"].sum())
+    shared = policy.micro_tokens(r)
+    each = changed(policy, share_prefix=False).micro_tokens(r)
+    assert shared / each == pytest.approx((steps + prompts) / (steps + prompts / 4), rel=1e-3)
+    model = copy.deepcopy(policy.model).double()
+    double = changed(policy, model=model).micro_tokens(r)
+    assert double / shared == pytest.approx(0.5, rel=1e-3)
+
+
 def test_lora_starts_as_the_model_and_trains_only_its_additions():
     base, p = (TokenPolicy.from_pretrained("data:tiny-llama", max_new_tokens=6, lora=o) for o in (None, {"r": 4}))  # fmt: skip
     a, b = (x.sample(TASKS, 4, seeded(0, "s")) for x in (base, p))

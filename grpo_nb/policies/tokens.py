@@ -386,6 +386,10 @@ def sample(
         raise ValueError(
             f"Need at least one task and one generation, got {len(tasks)} and {num_generations}."
         )
+    if bare := [t for t in tasks if not hasattr(t, "prompt")]:
+        raise ValueError(
+            f"A task has a prompt, got {bare[0]!r:.60}: make tasks of rows by Taskset.load(rows)[:]."
+        )
     self.model.eval()
     prompts = [torch.tensor(ids) for ids in self.encode_all([t.prompt for t in tasks])]
     length_P = torch.tensor([len(ids) for ids in prompts])
