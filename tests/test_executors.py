@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import threading
 
 import pytest
 
@@ -47,12 +46,28 @@ def test_two_workers_of_dask_give_the_numbers_of_this_process(client, here, tmp_
     assert numbers(study(tmp_path, executor=client)) == here
 
 
+class Deadly:
+    "An executor whose first worker dies in the middle of its job."
+
+    def __init__(self, client, flag):
+        self.client, self.flag = client, flag
+
+    def submit(self, function, job):
+        return self.client.submit(die_once, self.flag, function, job)
+
+
+def die_once(flag, function, job):
+    if not flag.exists():
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return function(job)
+
+
 def test_a_run_on_a_killed_worker_of_dask_is_carried_out_again(client, here, tmp_path):
-    victim = next(iter(client.run(os.getpid).values()))
-    threading.Timer(1.0, os.kill, (victim, signal.SIGKILL)).start()
-    there = study(tmp_path, executor=client)
-    assert victim not in client.run(os.getpid).values()  # it died, and another one took its place
+    before = set(client.run(os.getpid).values())
+    there = study(tmp_path / "study", executor=Deadly(client, tmp_path / "died"))
     assert [r["status"] for r in there.runs] == ["done", "done"] and numbers(there) == here
+    assert set(client.run(os.getpid).values()) != before
 
 
 def test_jobs_of_submitit_give_the_numbers_of_this_process(here, tmp_path):

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from grpo_nb.core import concat, seeded
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.session import check_resume
 from grpo_nb.policies.decoding import Decoder, LlamaDecoder, head_logp, shape_logits
+from grpo_nb.policies.loading import load_model
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
@@ -430,3 +432,14 @@ def test_stops_are_ids_or_texts_of_one_token():
     for wrong in ("\n", "12", 1.5):
         with pytest.raises(ValueError, match="is not one token"):
             make(wrong)
+
+
+def test_models_read_in_several_threads_are_whole():
+    "transformers turns off the tying of weights for the whole process while it reads a model."
+    with ThreadPoolExecutor(4) as pool:
+        read = list(pool.map(lambda _: load_model("data:tiny-llama")[0], range(16)))
+    tied = [
+        m.lm_head.weight is m.model.embed_tokens.weight
+        for m in (*read, load_model("data:tiny-llama")[0])
+    ]
+    assert all(tied)

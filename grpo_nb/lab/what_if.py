@@ -67,7 +67,8 @@ def _read_files(source: Any):
     path = Path(source)
     if is_run(path):
         return Run(path).samples()
-    inside = [*path.glob("*.parquet"), *path.glob("*.jsonl")] if path.is_dir() else [path]
+    dumped = [p for p in path.glob("*.jsonl") if p.stem.isdigit()]  # verl's logs have names
+    inside = [*path.glob("*.parquet"), *dumped] if path.is_dir() else [path]
     if not inside or not path.exists():
         raise ValueError(
             f"No samples in {str(source)!r}: give a run directory, TRL's completions folder or verl's rollout dump."

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import tempfile
+import threading
 import warnings
 from pathlib import Path
 
@@ -67,6 +68,9 @@ def find_device(
         raise ValueError(f"device={str(name)!r} cannot be used here ({about}). Use cpu.") from None
 
 # %% ../../nbs/method/02_policies.loading.ipynb #7e95032f
+_reading = threading.Lock()  # transformers replaces functions of its own while it reads a model
+
+
 def _read(source, dtype: torch.dtype, **file) -> tuple:
     "Model and tokenizer as transformers reads them, without running code of theirs."
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -77,9 +81,10 @@ def _read(source, dtype: torch.dtype, **file) -> tuple:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **file)
         part = "model"
-        model, found = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **file
-        )
+        with _reading:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **file
+            )
         if found["missing_keys"]:
             raise ValueError(f"its file lacks {min(found['missing_keys'])}")
         for layer in model.modules():  # of a folder with an adapter, which is trained on
