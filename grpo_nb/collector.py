@@ -26,9 +26,9 @@ from grpo_nb.filter_groups import (
     adaptive_cap,
     decide,
     expected_gen_batches,
-    next_batch_size,
+    _next_batch_size,
     varies,
-    weighted_components,
+    _weighted_components,
 )
 
 # %% ../nbs/method/02_collector.ipynb #6d0d476e
@@ -159,7 +159,7 @@ def needed(self: GroupCollector) -> int:
     if self.config.sizing == "full" or self.config.action != "refill":
         return self.full_size
     missing = self.train_batch_size - self.num_held
-    return next_batch_size(missing, *self.filter_rate, most=self.full_size)
+    return _next_batch_size(missing, *self.filter_rate, most=self.full_size)
 
 # %% ../nbs/method/02_collector.ipynb #fad66dac
 @patch
@@ -212,7 +212,7 @@ def _decide(self: GroupCollector, rollout: Rollout) -> GroupDecision:
     decision = decide(rollout, config)
     components = rollout.rewards is not None and config.metrics != rollout.reward_names
     if components and config.rule_name in ("metric", "sum"):
-        trained_P = varies(weighted_components(rollout, config.weights), decision.groups)
+        trained_P = varies(_weighted_components(rollout, config.weights), decision.groups)
         self.tally["dropped_with_signal"] += int((trained_P & ~decision.signal_P).sum())
         self.tally["kept_without_signal"] += int((decision.signal_P & ~trained_P).sum())
     self._warn_of_batch(decision)

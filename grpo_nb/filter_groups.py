@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RULES', 'varies', 'GroupDecision', 'keep_groups', 'UnknownFilterMetric', 'total_reward', 'resolve_metric',
-           'check_metrics', 'FilterGroupsConfig', 'weighted_components', 'decide', 'warn_of_shaping', 'p_dead',
-           'expected_gen_batches', 'recommend', 'adaptive_cap', 'next_batch_size']
+           'check_metrics', 'FilterGroupsConfig', 'decide', 'warn_of_shaping', 'p_dead', 'expected_gen_batches',
+           'recommend', 'adaptive_cap']
 
 # %% ../nbs/method/01_filter_groups.ipynb #d0010ae5
 import math
@@ -325,7 +325,7 @@ def _metric_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
 @RULES.register("all_components")
 def _component_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     "A reward component varies that has a weight."
-    values = weighted_components(rollout, config.weights)
+    values = _weighted_components(rollout, config.weights)
     return varies(values, rollout.group_N, config.min_spread)
 
 # %% ../nbs/method/01_filter_groups.ipynb #0023664c
@@ -348,7 +348,7 @@ def _metric_values(rollout: Rollout, metrics: Sequence, weights: Mapping | None)
     return torch.cat([_as_columns(resolve_metric(rollout, m, weights)) for m in metrics], 1)
 
 
-def weighted_components(
+def _weighted_components(
     rollout: Rollout,
     weights: Mapping[str, float] | None = None,  # by component; missing ones are 1
 ) -> Tensor:  # (N, C)
@@ -367,7 +367,7 @@ def decide(
     if config.metrics:
         values = _metric_values(rollout, config.metrics, config.weights)
     else:
-        look = total_reward if rule == "sum" else weighted_components
+        look = total_reward if rule == "sum" else _weighted_components
         values = look(rollout, config.weights)
     options = (config.singles, config.min_spread, config.band)
     return keep_groups(values, groups, *options, signal_P)
@@ -383,7 +383,7 @@ def warn_of_shaping(
     if not metrics or rollout.rewards is None:
         return
     raw_P = varies(_metric_values(rollout, metrics, weights), rollout.group_N)
-    trained_P = varies(weighted_components(rollout, weights), rollout.group_N)
+    trained_P = varies(_weighted_components(rollout, weights), rollout.group_N)
     if (trained_P & ~raw_P).any() and (always or not raw_P.any()):
         names = ", ".join(getattr(m, "__name__", m) for m in metrics)
         warnings.warn(
@@ -460,7 +460,7 @@ def _keep_rate(filtered: float, total: float) -> float:
     return 1 - filtered / (total + 1)
 
 # %% ../nbs/method/01_filter_groups.ipynb #025d4363
-def next_batch_size(
+def _next_batch_size(
     missing: int,  # groups still to be collected
     filtered: float,  # groups filtered so far (may be discounted)
     total: float,  # groups generated so far

@@ -6,7 +6,7 @@
 __all__ = ['POLICY_LOSSES', 'LOG_RATIO_MAX', 'LEVELS', 'AGGREGATIONS', 'KL_KINDS', 'CORRECTIONS', 'apply_mask', 'to_ratio',
            'Clip', 'ppo', 'cispo', 'sapo', 'reinforce', 'dro', 'at_level', 'log_ratio', 'gspo', 'geo_mean', 'vespo',
            'dppo_tv', 'dppo_kl', 'window_counts', 'aggregate', 'kl_penalty', 'Metric', 'report', 'sampling_ratio',
-           'sampling_metrics', 'LossConfig', 'policy_loss']
+           'LossConfig', 'policy_loss']
 
 # %% ../nbs/method/01_losses.ipynb #61f2cf12
 import inspect
@@ -473,7 +473,7 @@ def sampling_ratio(
     return apply_mask(kept, mask_NS)
 
 # %% ../nbs/method/01_losses.ipynb #7b6cf868
-def sampling_metrics(
+def _sampling_metrics(
     old_logp_NS: Tensor,  # (N, S) of the trainer
     sampler_logp_NS: Tensor,  # (N, S) of the program that sampled
     mask_NS: Tensor,  # (N, S) steps that count

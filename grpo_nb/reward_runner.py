@@ -25,12 +25,12 @@ from .config import Count, Natural, Positive, Share, configuration, one_of, over
 from .core import Rollout, seed_of
 from .reward_workers import WorkerPool
 from grpo_nb.rewards import (
-    CallResult,
+    _CallResult,
     RewardError,
     RewardSpec,
     _shown,
-    evaluate_reward,
-    reward_columns,
+    _evaluate_reward,
+    _reward_columns,
     task_columns,
 )
 
@@ -111,7 +111,7 @@ class _RewardRecord:
 
 # %% ../nbs/method/03_reward_runner.ipynb #e23d49ac
 @patch
-def add(self: _RewardRecord, columns: list[int], rows: list[int], result: CallResult) -> None:
+def add(self: _RewardRecord, columns: list[int], rows: list[int], result: _CallResult) -> None:
     "File what came of a call for these components and samples; raises RewardError where the run must stop."
     values = result.values or [[[np.nan]] * len(columns)] * len(rows)  # (n, R, K)
     for n, sample in zip(rows, values):
@@ -143,7 +143,7 @@ def table(self: _RewardRecord) -> np.ndarray:  # (N, R, K)
 
 # %% ../nbs/method/03_reward_runner.ipynb #ce993cb9
 @patch
-def _file(self: _RewardRecord, n: int, r: int, value: list[float], result: CallResult) -> list:
+def _file(self: _RewardRecord, n: int, r: int, value: list[float], result: _CallResult) -> list:
     "Note the outcome for sample n and component r, and give back what stands there under its policy."
     name, outcome, message = self.components[r], result.outcome, result.message
     if outcome == "ok" and any(abs(x) > _FLOAT32_MAX for x in value):
@@ -276,7 +276,7 @@ def __call__(
     with self.lock:
         n = len(rollout)
         state = {"trainer_state": [SimpleNamespace(**self.trainer_state)] * n}
-        columns = {k: [None] * n for k in self.task_columns} | state | reward_columns(rollout)
+        columns = {k: [None] * n for k in self.task_columns} | state | _reward_columns(rollout)
         record = _RewardRecord(self.components, n, self.config)
         self.failures = record.failures
         if n:  # an empty batch has no tasks, hence no columns to check
@@ -308,7 +308,7 @@ def _score(self: RewardRunner, record: _RewardRecord, columns: dict, n: int) -> 
         self.pool.run([args[i] for i in self.pooled], n, add)
     for i in sorted(set(range(len(args))) - set(self.pooled)):
         rows = iter(range(n))
-        for result in evaluate_reward(self.specs[i], args[i], n, self.specs[i].form == "single"):
+        for result in _evaluate_reward(self.specs[i], args[i], n, self.specs[i].form == "single"):
             if result is not None:
                 record.add(self.columns[i], list(islice(rows, result.n)), result)
 

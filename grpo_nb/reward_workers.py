@@ -32,7 +32,7 @@ from typing import Any
 from fastcore.basics import patch
 
 from .processes import end_with_parent
-from .rewards import CallResult, RewardError, RewardSpec, _shown, evaluate_reward
+from .rewards import _CallResult, RewardError, RewardSpec, _shown, _evaluate_reward
 
 # %% ../nbs/method/02_reward_workers.ipynb #0359f9d4
 _ENVIRONMENT = (
@@ -79,7 +79,7 @@ def _pickled(value: Any) -> bytes:
     return struct.pack("!Q", len(blob)) + blob
 
 # %% ../nbs/method/02_reward_workers.ipynb #d24864e0
-def _encode(result: CallResult | None) -> bytes:
+def _encode(result: _CallResult | None) -> bytes:
     "A result as a line of JSON; None says that it goes on one sample at a time."
     if result is None:
         return b'{"split": true}\n'
@@ -87,12 +87,12 @@ def _encode(result: CallResult | None) -> bytes:
     return json.dumps(row).encode() + b"\n"
 
 # %% ../nbs/method/02_reward_workers.ipynb #af4f302d
-def _decode(message: Any, components: int) -> CallResult | None:
+def _decode(message: Any, components: int) -> _CallResult | None:
     "The result in a message about a function with so many components; anything else is a ValueError."
     if message == {"split": True}:
         return None
     try:
-        result = CallResult(**message)
+        result = _CallResult(**message)
         fine = type(result.n) is int and result.n > 0 and result.error is None
         fine &= result.ms >= 0 and math.isfinite(result.ms)
         fine &= set(result.logged) <= {"metrics", "columns"}
@@ -146,7 +146,7 @@ def _worker_main(pipe: Any, specs: list[RewardSpec], memory_mb: int | None) -> N
     tell(b'{"ready": true}\n')
     while len(head := pipe.read(8)) == 8:
         which, args, n, split = pickle.loads(pipe.read(*struct.unpack("!Q", head)))
-        for result in evaluate_reward(specs[which], args, n, split):
+        for result in _evaluate_reward(specs[which], args, n, split):
             tell(_encode(result))
 
 # %% ../nbs/method/02_reward_workers.ipynb #d517c2de
@@ -345,7 +345,7 @@ def run(
     self: WorkerPool,
     args: Sequence[dict[str, list]],  # the columns of each function
     n: int,  # samples
-    add: Callable[[int, list[int], CallResult], None],  # called with function, samples, result
+    add: Callable[[int, list[int], _CallResult], None],  # called with function, samples, result
 ) -> None:
     "Score all samples by all functions; every sample gets exactly one result."
     self.queue = deque(_cut_jobs(self.specs, n, self.size, self.config.chunk_size))
@@ -443,4 +443,4 @@ def _lost(self: WorkerPool, w: _Worker, outcome: str, message: str) -> None:
     if rest:
         self.queue.appendleft(_Job(job.which, rest, True))
     if rows:
-        self.add(job.which, rows, CallResult(outcome, None, len(rows), message, ms / len(rows)))
+        self.add(job.which, rows, _CallResult(outcome, None, len(rows), message, ms / len(rows)))

@@ -21,8 +21,8 @@ from torch import Tensor
 from .config import check_number, one_of, unknown_name
 from .core import Registry, Rollout, group_stats
 from .rewards import passing_rewards, sample_scores
-from .selectors import BaseSelector, check_chosen, make_selector
-from .shares import make_shares, mean_abs_advantage
+from .selectors import BaseSelector, _check_chosen, make_selector
+from .shares import _make_shares, _mean_abs_advantage
 from .stream import StreamConfig, TaskStream, open_tasks
 from .tasks import Task, Taskset, data_path
 
@@ -167,7 +167,7 @@ class TasksetScheduler:
             if size < 1:
                 raise ValueError(f"Taskset {name!r} is empty. Leave it out or fix its source.")
         self.selectors = _selectors_of(self.tasksets, selectors)
-        self.shares = make_shares(shares, self.ids, self.sizes, seed)
+        self.shares = _make_shares(shares, self.ids, self.sizes, seed)
         self.operators = [_make_operator(o) for o in operators]
         self.adaptive = any(getattr(s, "adaptive", False) for s in (self.shares, *self.selectors))
         self.cursor, self.places = 0, sum(self.sizes)
@@ -238,7 +238,7 @@ def read(
     tasks = []
     for k in dict.fromkeys(ids):
         chosen = self.selectors[k].get_indices(ids.count(k))
-        for i in check_chosen(self.selectors[k], chosen, ids.count(k)).tolist():
+        for i in _check_chosen(self.selectors[k], chosen, ids.count(k)).tolist():
             tasks.append(_tagged(self.tasksets[k][i], self.ids[k], i))
     return tasks
 
@@ -289,7 +289,7 @@ def update(
         update(f["indices"], f["values"], *([f.get("counts")] if takes_counts else []))
         values = np.asarray(f["values"], np.float64)
         if getattr(self.shares, "adaptive", False) and not np.isnan(values).all():
-            self.shares.update(k, mean_abs_advantage(values[~np.isnan(values)]))
+            self.shares.update(k, _mean_abs_advantage(values[~np.isnan(values)]))
 
 # %% ../nbs/method/03_scheduler.ipynb #f6708c9e
 @patch

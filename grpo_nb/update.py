@@ -25,7 +25,7 @@ from grpo_nb.losses import (
     kl_penalty,
     policy_loss,
     report,
-    sampling_metrics,
+    _sampling_metrics,
     sampling_ratio,
     window_counts,
 )
@@ -380,7 +380,7 @@ def _sampling(c, rollout, weight_NS) -> dict[str, float]:
     if sampler_NS is None:
         return {}
     given = rollout.old_logp_NS, sampler_NS, rollout.mask_NS, weight_NS
-    return report(sampling_metrics(*given, (c.sampling_correction or "token").split("_")[0]))
+    return report(_sampling_metrics(*given, (c.sampling_correction or "token").split("_")[0]))
 
 
 def _without_truncated(rollout: Rollout) -> Rollout:

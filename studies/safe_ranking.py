@@ -24,13 +24,13 @@ from grpo_nb.core import seeded
 from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.list_parsing import ParsedList, film_key, parse_rollout
 from grpo_nb.ranking import (
+    _hit_matrix,
+    _violation_matrix,
     discounts,
-    hit_matrix,
     make_relevance_reward,
     make_safe_reward,
     make_safety_reward,
     ranking_metrics,
-    violation_matrix,
 )
 from grpo_nb.trainer import GRPO
 
@@ -119,8 +119,8 @@ def measure(
     relevant, avoid = ([t[c] for t in tasks] for c in ("relevant", "avoid"))
     found = ranking_metrics(lists, relevant, avoid, by.oracle)
     k = len(found["hit_K"])
-    hit_NK = hit_matrix(lists, relevant, k)
-    bad_NK = violation_matrix(lists, by.oracle, avoid, k)
+    hit_NK = _hit_matrix(lists, relevant, k)
+    bad_NK = _violation_matrix(lists, by.oracle, avoid, k)
     return {
         "combined": float((hit_NK - discounts(k) * bad_NK).mean()),
         **{name: found[name] for name in SCORES},

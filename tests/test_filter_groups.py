@@ -20,11 +20,11 @@ from grpo_nb.core import Groups, Rollout, rollout_from_state, rollout_to_state
 from grpo_nb.filter_groups import (
     FilterGroupsConfig,
     UnknownFilterMetric,
+    _next_batch_size,
     adaptive_cap,
     decide,
     expected_gen_batches,
     keep_groups,
-    next_batch_size,
     resolve_metric,
 )
 from grpo_nb.lab.filter_logs import format_summary, parse_filter_logs
@@ -312,8 +312,8 @@ def test_adaptive_cap_faults():
     first_alone = adaptive_cap(32, 32, 31, 32, 1)
     pooled = adaptive_cap(32, 32, 31 + 8, 64, 2)
     assert pooled < first_alone
-    assert next_batch_size(4, 0, 0) == 5
-    assert next_batch_size(4, 10, 10, most=32) == 32
+    assert _next_batch_size(4, 0, 0) == 5
+    assert _next_batch_size(4, 10, 10, most=32) == 32
 
 
 # --- the collector -------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from transformers import (
 from grpo_nb.core import concat, seeded
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.session import check_resume
-from grpo_nb.policies.decoding import Decoder, LlamaDecoder, head_logp, shape_logits
+from grpo_nb.policies.decoding import Decoder, _LlamaDecoder, head_logp, shape_logits
 from grpo_nb.policies.loading import load_model
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import Taskset, data_path
@@ -142,7 +142,7 @@ def test_fast_decoder_is_used_where_it_fits(policy):
         kind = type(policy.network.decoder())
     known = policy.model.config.model_type in ("llama", "qwen2", "mistral")
     window = getattr(policy.model.config, "sliding_window", None) == 4
-    assert kind is (LlamaDecoder if known and not window else Decoder)
+    assert kind is (_LlamaDecoder if known and not window else Decoder)
 
 
 def test_half_precision_scores_in_fp32(tokenizer):

@@ -19,14 +19,14 @@ from grpo_nb.list_parsing import (
     Titles,
     _parse_list,
     _read_item,
+    _stack_lists,
     parse_rollout,
-    stack_lists,
     token_pieces,
     with_lists,
 )
 from grpo_nb.ranking import (
     SafetyOracle,
-    hit_matrix,
+    _hit_matrix,
     make_relevance_reward,
     make_safe_reward,
     make_safety_reward,
@@ -116,7 +116,7 @@ def test_every_character_of_an_item_belongs_to_an_item(text, cuts):
 @FAST
 @given(answer, st.lists(st.integers(0, 500), max_size=25), st.integers(0, 2**31))
 def test_advantage_mass_is_kept(text, cuts, seed):
-    parsed = stack_lists([_parse_list(cut(text, cuts), 4)], width=40)
+    parsed = _stack_lists([_parse_list(cut(text, cuts), 4)], width=40)
     adv_NK = torch.rand(1, 4, generator=torch.Generator().manual_seed(seed)).double()
     tokens_K = torch.bincount(parsed.item_NS[0] + 1, minlength=5)[1:]
     total = spread_to_tokens(adv_NK, torch.ones(1, 40), parsed.item_NS).sum()
@@ -168,7 +168,7 @@ def test_pieces_of_a_byte_level_tokenizer_join_to_the_text():
 def test_year_tolerance_and_consumption():
     parse = ListParser(5)
     relevant = ["Heat (1995)"]
-    hits = lambda text, relevant: hit_matrix([parse(text)], [relevant], 5)[0].tolist()
+    hits = lambda text, relevant: _hit_matrix([parse(text)], [relevant], 5)[0].tolist()
     for year, want in ((1993, 1), (1992, 0), (1997, 1), (1998, 0)):
         assert sum(hits(f"Heat ({year})", relevant)) == want
     two = ["Sabrina (1954)", "Sabrina (1995)"]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from grpo_nb.files import Lock, RunLocked, _repair_tail, json_line, read_jsonl
 from grpo_nb.lab import record
 from grpo_nb.lab.diagnosis import diagnose
-from grpo_nb.lab.frames import metric_row
+from grpo_nb.lab.frames import _metric_row
 from grpo_nb.lab.plots import plot_run
 from grpo_nb.lab.record import Run
 
@@ -54,7 +54,7 @@ NUMBER = st.one_of(st.floats(), st.integers(-(2**60), 2**60), st.booleans(), st.
 @given(st.lists(st.dictionaries(NAME, NUMBER, max_size=4), max_size=6))
 def test_rows_survive_writing_and_reading(tmp_path_factory, metrics):
     path = tmp_path_factory.mktemp("rows") / "m.jsonl"
-    path.write_bytes(b"".join(json_line(metric_row(i, m)) for i, m in enumerate(metrics)))
+    path.write_bytes(b"".join(json_line(_metric_row(i, m)) for i, m in enumerate(metrics)))
     rows, broken = read_jsonl(path)
     assert not broken and len(rows) == len(metrics)
     for i, (row, m) in enumerate(zip(rows, metrics)):

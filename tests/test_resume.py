@@ -23,7 +23,7 @@ from grpo_nb.lab import checkpoint, progress, session
 from grpo_nb.lab.checkpoint import (
     _CHECKSUM,
     CheckpointError,
-    check_seal,
+    _check_seal,
     checkpoints,
     latest,
     read_state,
@@ -127,7 +127,7 @@ def test_the_signals_stop_between_steps_and_fit_goes_on(tmp_path):
 
         t = make(tmp_path / name, rewards={"thirds": reward}).fit()
         assert (t.step_done, t.interrupted) == (2, name)
-        assert check_seal(latest(t.run.dir / "checkpoints"))["step"] == 2
+        assert _check_seal(latest(t.run.dir / "checkpoints"))["step"] == 2
         t.fit()
         assert t.step_done == 5 and t.interrupted is None
         whole = make(tmp_path / f"{name}-whole").fit()
@@ -199,7 +199,7 @@ def test_training_goes_on_without_a_checkpoint_and_ends_with_an_error(
         assert fault != "full disk" or not list(root.iterdir())  # nothing half
         monkeypatch.undo()
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert check_seal(t.save())["step"] == t.step_done
+        assert _check_seal(t.save())["step"] == t.step_done
         assert [r["step"] for r in rows(t)] == list(range(1, t.step_done + 1))
     t.close()
     assert t.run.status["state"] == "failed"
@@ -238,7 +238,7 @@ def test_a_run_killed_while_a_checkpoint_was_sealed_goes_on_elsewhere(tmp_path):
     again.close()
     left = sorted(p.name for p in root.iterdir() if p.is_dir())
     assert left == ["step_00000000", "step_00000004", "step_00000005"]
-    assert check_seal(theirs)["step"] == 1 and len(list(theirs.iterdir())) > 1
+    assert _check_seal(theirs)["step"] == 1 and len(list(theirs.iterdir())) > 1
 
 
 DAMAGE = {"empty": b"", "torn": b'{"a": [1', "binary": bytes(range(256)), "a list": b"[1, 2]\n"}
@@ -271,9 +271,9 @@ def test_every_single_byte_of_a_manifest_counts(tmp_path):
         for flip in (1, 32, 255):
             path.write_bytes(good[:i] + bytes([good[i] ^ flip]) + good[i + 1 :])
             with pytest.raises(CheckpointError, match="manifest.json|has format"):
-                check_seal(path.parent)
+                _check_seal(path.parent)
     path.write_bytes(good)
-    assert check_seal(path.parent)["step"] == 0
+    assert _check_seal(path.parent)["step"] == 0
 
 
 def broken_pipe():
@@ -479,7 +479,7 @@ def test_gradients_that_are_not_finite_are_skipped_counted_and_stop_training(tmp
         t.fit()
     assert all(torch.equal(v, good[k]) for k, v in t.policy.state_dict().items())
     assert [r["upd/n_skipped"] for r in rows(t)] == [0, 1, 1, 1]
-    assert check_seal(latest(t.run.dir / "checkpoints"))["step"] == 4
+    assert _check_seal(latest(t.run.dir / "checkpoints"))["step"] == 4
     handle.remove()
     t.fit(1)
     assert t.bad_steps == 0
@@ -539,7 +539,7 @@ def test_the_time_between_two_calls_of_fit_belongs_to_no_step(tmp_path):
 def test_a_copy_elsewhere_does_not_replace_the_last_checkpoint_of_the_run(tmp_path):
     t = make(tmp_path / "r", callbacks=[lambda t, row: t.save(tmp_path / "copy")]).fit(2)
     t.close()
-    assert check_seal(latest(tmp_path / "r" / "checkpoints"))["step"] == 2
+    assert _check_seal(latest(tmp_path / "r" / "checkpoints"))["step"] == 2
 
 
 def test_overrides_count_when_a_run_is_loaded(tmp_path):

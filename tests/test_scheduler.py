@@ -25,7 +25,7 @@ from grpo_nb.shares import (
     Shares,
     SoftmaxQShares,
     UcbShares,
-    make_shares,
+    _make_shares,
 )
 from grpo_nb.tasks import Task
 
@@ -395,11 +395,11 @@ def one_sample(**changes):
         (lambda: TasksetScheduler([Table(1)], 0), "batch_size must be"),
         (lambda: TasksetScheduler([Table(1)], 1, ["shuffle", "random"]), "2 selectors for 1"),
         (lambda: TasksetScheduler([Table(1)], 1, shares={"kind": "weights", "weights": {"c": 1}}), "'c'"),
-        (lambda: make_shares({"kind": "ucb", "windw": 1}, ["a"], [5], None), "Did you mean 'window'"),
-        (lambda: make_shares("sise", ["a"], [5], None), "Did you mean 'size'"),
+        (lambda: _make_shares({"kind": "ucb", "windw": 1}, ["a"], [5], None), "Did you mean 'window'"),
+        (lambda: _make_shares("sise", ["a"], [5], None), "Did you mean 'size'"),
         (lambda: Shares([5, 7], stages=[{"weights": [0, 0]}]), "not all zero"),
         (lambda: Shares([5, 7], stages=[]), "at least one stage"),
-        (lambda: make_shares({"kind": "stages", "stages": [{}]}, ["a"], [5], None), "Stage 0 has no weights"),
+        (lambda: _make_shares({"kind": "stages", "stages": [{}]}, ["a"], [5], None), "Stage 0 has no weights"),
         (lambda: Shares([5, 7], stages=[{"weights": [1, 0]}] * 2), "samples >= 1"),
         (lambda: Shares([5, 7], stages=[{"samples": 6, "weights": [1, 0]}]), "leave out its samples"),
         (lambda: UcbShares([1], tau=0), "tau must be > 0"),

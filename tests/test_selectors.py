@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.difficulty import PassRateEstimator, pool_feedback
+from grpo_nb.difficulty import PassRateEstimator, _pool_feedback
 from grpo_nb.selectors import (
     TaskSelectorConfig,
     _gumbel_top_k,
@@ -348,8 +348,8 @@ def test_faded_evidence_is_none():
 )
 def test_refused_feedback(indices, values, options, message):
     with pytest.raises(ValueError, match=message):
-        pool_feedback(4, indices, values, **options)
-    assert len(pool_feedback(4, [], [])[0]) == 0
+        _pool_feedback(4, indices, values, **options)
+    assert len(_pool_feedback(4, [], [])[0]) == 0
 
 
 ADAPTIVE = {"difficulty_based": ["a", "b"], "thompson": [], "learnability": [], "greso": []}

@@ -15,7 +15,7 @@ from grpo_nb.advantages import compute_advantages
 from grpo_nb.cli import _open_block, _read_block, main
 from grpo_nb.config import build_config, describe, override
 from grpo_nb.core import seeded
-from grpo_nb.lab.checkpoint import check_seal, latest
+from grpo_nb.lab.checkpoint import _check_seal, latest
 from grpo_nb.lab.frames import flat_keys
 from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_rewards
 from grpo_nb.lab.record import Run
@@ -448,7 +448,7 @@ def test_a_second_interrupt_inside_an_update_says_what_is_left_and_keeps_the_che
     said = capsys.readouterr().out
     assert "neither those of step 1 nor of step 2, so they are not trained on and not saved" in said
     checkpoint = latest(tmp_path / "cut" / "checkpoints")
-    assert check_seal(checkpoint)["step"] == 1 and f"GRPO.load({str(checkpoint)!r})" in said
+    assert _check_seal(checkpoint)["step"] == 1 and f"GRPO.load({str(checkpoint)!r})" in said
     for go_on in (cut.fit, cut.save, cut.step):
         with pytest.raises(ValueError, match="was broken off in the middle"):
             go_on()
@@ -534,7 +534,7 @@ def test_weights_that_are_not_finite_end_training_and_are_never_saved(tmp_path):
         trainer.fit()
     trainer.close()
     assert len(trainer.history) == 3
-    assert check_seal(latest(trainer.run.dir / "checkpoints"))["step"] == 2
+    assert _check_seal(latest(trainer.run.dir / "checkpoints"))["step"] == 2
 
 
 @pytest.mark.parametrize("folder", [True, False])

@@ -15,7 +15,7 @@ from grpo_nb.core import seeded
 from grpo_nb.integrations.vllm import VLLM, ServerLost, weights_label
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.session import check_resume
-from grpo_nb.policies.tokens import TokenPolicy, open_engine
+from grpo_nb.policies.tokens import TokenPolicy, _open_engine
 from grpo_nb.tasks import Task, Taskset, data_path
 from grpo_nb.trainer import GRPO
 from grpo_nb.update import RatioMismatch, UpdateConfig, update
@@ -327,9 +327,9 @@ def test_no_server_is_told_before_anything_is_loaded():
         engine = {"kind": "vllm", "url": "http://127.0.0.1:9", "wait_s": 0.2}
         TokenPolicy.from_pretrained("no/such/model/here", engine=engine)
     with pytest.raises(ValueError, match="Unknown policy.engine.kind 'sglang'"):
-        open_engine({"kind": "sglang"})
+        _open_engine({"kind": "sglang"})
     with pytest.raises(ValueError, match="policy.engine: Unknown key 'port'"):
-        open_engine({"kind": "vllm", "url": "http://x", "port": 3})
+        _open_engine({"kind": "vllm", "url": "http://x", "port": 3})
 
 
 def test_ctrl_c_ends_the_wait_at_once(server):

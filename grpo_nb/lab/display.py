@@ -18,10 +18,10 @@ from ..advantages import compute_advantages
 from ..config import config_tree, describe
 from ..core import Rollout
 from ..evaluate import Scores
-from .frames import flat_keys, rows_to_frame, sample_view
+from .frames import flat_keys, _rows_to_frame, _sample_view
 from .plots import LivePlot, plot_run, show_in_cell
 from .progress import display_mode
-from .record import metric_row
+from .record import _metric_row
 from .session import functions_in, sample_table
 from ..trainer import GRPO, TrainerConfig
 
@@ -32,8 +32,8 @@ def frame(self: GRPO):
     first = self.step_done - len(self.history) + 1
     stop = self.config.update.kl_stop
     limit = stop.target and stop.target * (stop.factor or 1.0)
-    rows = [metric_row(first + i, row) for i, row in enumerate(self.history)]
-    return rows_to_frame(rows, kl_limit=limit)
+    rows = [_metric_row(first + i, row) for i, row in enumerate(self.history)]
+    return _rows_to_frame(rows, kl_limit=limit)
 
 
 @patch
@@ -136,7 +136,7 @@ def samples(
     "Samples of the last step as a DataFrame, one column per reward."
     if self.last is None:
         raise ValueError("There are no samples of a last step: call fit() or step() first.")
-    return sample_view(_samples(*self.last[:2]), view, n, by)
+    return _sample_view(_samples(*self.last[:2]), view, n, by)
 
 # %% ../../nbs/lab/03_display.ipynb #89844065
 def _group(samples, place: int | None = None) -> str:
@@ -144,7 +144,7 @@ def _group(samples, place: int | None = None) -> str:
     groups = list(dict.fromkeys(samples["group"]))
     scored = "reward" in samples
     if place is None and scored:
-        one = sample_view(samples, "group", by="reward")
+        one = _sample_view(samples, "group", by="reward")
     else:
         one = samples[samples["group"] == groups[place or 0]]
     at = groups.index(one["group"].iloc[0]) + 1

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..metrics import COUNTERS
 from ..files import read_jsonl
-from .frames import flat_keys, rows_to_frame
+from .frames import flat_keys, _rows_to_frame
 from .record import Run
 
 # %% ../../nbs/lab/02_log_importers.ipynb #27963f79
@@ -106,7 +106,7 @@ def read_trl(
     rows = [{k: v for k, v in r.items() if k not in totals} for r in history]
     rows = [r for r in rows if r.keys() - {"step", "epoch"}]
     rows, unknown = _import_rows(rows, _TRL_NAMES | old)
-    return rows_to_frame(rows, run=path.parent.name, totals=totals, unknown_keys=unknown)
+    return _rows_to_frame(rows, run=path.parent.name, totals=totals, unknown_keys=unknown)
 
 # %% ../../nbs/lab/02_log_importers.ipynb #7096f01f
 _VERL_NAMES = {
@@ -171,7 +171,7 @@ def read_verl(
     found, unknown = _import_rows(rows, _VERL_NAMES, _VERL_KEPT, steps)
     if rows and not found:
         raise ValueError(f"{path.name}: no row has a step; looked for {', '.join(steps)}.")
-    frame = rows_to_frame(found, run=path.stem, broken_lines=broken, unknown_keys=unknown)
+    frame = _rows_to_frame(found, run=path.stem, broken_lines=broken, unknown_keys=unknown)
     for counter, parts in _VERL_SUMS.items():
         here = [p for p in parts if p in frame]
         if here and counter not in frame:

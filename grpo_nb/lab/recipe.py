@@ -40,7 +40,7 @@ from grpo_nb.config import (
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
 from ..files import hide_secrets, leaves, plain, refuse_hidden
-from .checkpoint import check_seal, latest, read_state, versions
+from .checkpoint import _check_seal, latest, read_state, versions
 from .frames import flat_keys
 from .record import is_run
 from grpo_nb.lab.session import (
@@ -576,7 +576,7 @@ def _check_same_parts(stored: Mapping, now: Mapping, given: Sequence[str]) -> No
 # %% ../../nbs/lab/03_recipe.ipynb #b66e952e
 def _warn_of_versions(folder: Path):
     "Say if a checkpoint was written with other versions; refuse a damaged one."
-    told, now = check_seal(folder)["versions"], versions()
+    told, now = _check_seal(folder)["versions"], versions()
     odd = [f"{k} {v} -> {now.get(k)}" for k, v in told.items() if now.get(k) != v]
     if odd:
         warnings.warn(

@@ -39,7 +39,7 @@ from grpo_nb.files import (
     read_jsonl,
 )
 from ..files import secret_texts, write_atomic
-from .frames import flat_keys, metric_row, rows_to_frame, sample_rows, sample_view
+from .frames import flat_keys, _metric_row, _rows_to_frame, _sample_rows, _sample_view
 
 # %% ../../nbs/lab/01_record.ipynb #a8cc0939
 def _git_state(cwd: str | Path = ".") -> dict | None:
@@ -200,7 +200,7 @@ def frame(self: Run):
     rows, broken = self.rows()
     stop = (self.config.get("update") or {}).get("kl_stop") or {}
     limit = stop["target"] * stop.get("factor", 1.5) if stop.get("target") else None
-    return rows_to_frame(rows, run=self.name, broken_lines=broken, kl_limit=limit)
+    return _rows_to_frame(rows, run=self.name, broken_lines=broken, kl_limit=limit)
 
 # %% ../../nbs/lab/01_record.ipynb #f1d297e0
 @patch
@@ -226,7 +226,7 @@ def samples(
     frame = pd.DataFrame(self.rows("samples")[0])
     if step is not None and len(frame):
         frame = frame[frame["step"] == (frame["step"].max() if step == -1 else step)]
-    return sample_view(frame, view, n, by) if len(frame) else frame
+    return _sample_view(frame, view, n, by) if len(frame) else frame
 
 # %% ../../nbs/lab/01_record.ipynb #e98d62b9
 def frame_of(run: Any):
@@ -441,7 +441,7 @@ def log(
 ) -> None:
     "Append the row of one step; NaN and infinity are written as null."
     self._start()
-    row = metric_row(step, metrics)
+    row = _metric_row(step, metrics)
     if self._last is not None and row["step"] <= self._last:
         raise ValueError(
             f"Step {row['step']} after step {self._last}: a step has one row. Log all its metrics together; when "
@@ -464,7 +464,7 @@ def log_samples(
 ) -> int:  # samples left out
     "Append samples of a step, as many whole groups as fit and no more text than `max_chars`."
     self._start()
-    rows, dropped = sample_rows(step, rows, max_rows, self.max_chars)
+    rows, dropped = _sample_rows(step, rows, max_rows, self.max_chars)
     self._append("samples", rows)
     if self._mirror is not None:
         self._mirror.log_samples(step, rows)

@@ -18,7 +18,7 @@ from fastcore.basics import patch
 
 from ..config import check_number, one_of
 from ..files import plain, write_atomic
-from .budgets import to_budget
+from .budgets import _to_budget
 from .paired_statistics import detectable, improvement, joint_level, verdict
 from .plots import COLORS, label_of, make_figure, show_in_cell
 from .study import MEAN, Study, check_metric, final_score, held_out, _is_lower
@@ -64,7 +64,7 @@ def _row(table: "Table", name: str, scores: Mapping[str, Mapping[int, float]]) -
     spread = np.std(d, ddof=len(d) > 1) if d else math.nan
     row["detectable"] = detectable(len(d), arms, level) * spread
     row["verdict"] = "" if row["failed"] else verdict(d, arms, level, table.margin)
-    budget = to_budget(study.spec["budget"])
+    budget = _to_budget(study.spec["budget"])
     used = [budget.spent({k: v[-1] for k, v in r["curve"].items()}) for r in runs if r.get("curve")]
     return row | {"spent": float(np.mean(used)) if used else math.nan}
 
@@ -73,7 +73,7 @@ def _notes(table: "Table", scores: Mapping[str, Mapping[int, float]]) -> list[st
     "What a reader has to know about a table."
     spec, least, arms = table.study.spec, int(table.frame["n"].min()), len(table.frame) - 1
     out = [
-        f"Budget {to_budget(spec['budget'])} per run; seeds {', '.join(map(str, spec['seeds']))}; "
+        f"Budget {_to_budget(spec['budget'])} per run; seeds {', '.join(map(str, spec['seeds']))}; "
         f"{100 * table.level:g}% intervals over seeds (Student's t)."
     ]
     if arms > 0:
@@ -448,6 +448,6 @@ def report(
         "Failed runs": traces,
         "Environment": [_yaml(self.environment)],
     }
-    budget = to_budget(self.spec["budget"])
+    budget = _to_budget(self.spec["budget"])
     lead = f"{', '.join(self.spec['variants'])}: {len(self.reported)} runs of {budget}"
     return write_page(path, title, lead, sections)

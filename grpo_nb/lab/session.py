@@ -30,12 +30,12 @@ from ..core import Rollout
 from ..files import hide_secrets, leaves, plain, read_jsonl
 from grpo_nb.lab.checkpoint import (
     CheckpointError,
-    check_seal,
+    _check_seal,
     latest,
     prune,
     read_state,
     sweep,
-    write_checkpoint,
+    _write_checkpoint,
 )
 from .frames import whole_groups
 from .progress import Progress
@@ -577,7 +577,7 @@ def _write(self: Session, state: dict, root: str | Path | None) -> Path:
     state["trainer"]["parts"] = part_facts(trainer)
     row = trainer.history[-1] if trainer.history else {}
     scores = {k: v for k, v in row.items() if k.startswith("eval_")}
-    path = write_checkpoint(root or own, trainer.step_done, state, scores)
+    path = _write_checkpoint(root or own, trainer.step_done, state, scores)
     if own is not None and path.parent.resolve() == own.resolve():
         self.saved_at = time.monotonic()
         self.saved_step = trainer.step_done
@@ -637,7 +637,7 @@ def _how_to_go_on(self: Session) -> str:
     "What a new process does to continue this run."
     found = self._last_checkpoint()
     if found is not None:
-        step, dir = check_seal(found)["step"], self.run.dir
+        step, dir = _check_seal(found)["step"], self.run.dir
         at = "" if step == self.trainer.step_done else f" from step {step}, the last checkpoint,"
         return (
             f"A new process goes on{at} with GRPO.load({str(dir)!r}), or with the same recipe and run.if_exists=resume "

@@ -22,7 +22,7 @@ from fastcore.basics import patch
 
 from ..config import Count, build_config, configuration, override
 from ..files import hide_secrets, leaves, plain
-from .budgets import to_budget
+from .budgets import _to_budget
 from .frames import flat_keys
 from .recipe import GRPOConfig, load_config, open_eval
 from .runs import REWARD_KEYS, Job, _base_changes, _make_options, registered, _run_config
@@ -104,7 +104,7 @@ class Spec:
         _check_variants(self.variants)
         self.base, self.seeds = _open_base(self.base), _seed_list("seeds", self.seeds)
         for name in ("budget", "eval_every", "tune_budget"):
-            setattr(self, name, to_budget(getattr(self, name), name))
+            setattr(self, name, _to_budget(getattr(self, name), name))
         if self.budget is None:
             raise ValueError("A comparison needs a budget, such as {'samples': 50000}.")
         lower = self.lower_is_better

@@ -18,7 +18,7 @@ from fastcore.basics import patch
 
 from ..config import unknown_name
 from ..files import finite, write_atomic
-from .budgets import Seconds, to_budget
+from .budgets import Seconds, _to_budget
 from ..metrics import COUNTERS
 
 # %% ../../nbs/lab/04_study.ipynb #8df559bd
@@ -94,7 +94,7 @@ class Study:
 
     def __repr__(self):
         left = f", {self.unfinished} runs unfinished" if self.unfinished else ""
-        runs = f"{len(self.reported)} runs of {to_budget(self.spec['budget'])}"
+        runs = f"{len(self.reported)} runs of {_to_budget(self.spec['budget'])}"
         return f"Study({', '.join(self.spec['variants'])}; {runs}{left})"
 
     @property
