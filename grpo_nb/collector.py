@@ -93,6 +93,11 @@ class GroupCollector:
         by_sum = config.rule_name == "sum" and advantage == "gdpo"
         self._warn({"sum": by_sum})
 
+    def _hold(self, piece: Rollout):
+        if len(piece):
+            self.held.append(piece)
+            self.num_held += piece.num_groups
+
 # %% ../nbs/method/02_collector.ipynb #cf823e44
 @patch
 def collect(
@@ -142,13 +147,6 @@ def begin(
     self.tally["carried_in"] = self.num_held
     self.status = "open"
     self._settle()
-
-# %% ../nbs/method/02_collector.ipynb #5c1e43c3
-@patch
-def _hold(self: GroupCollector, piece: Rollout):
-    if len(piece):
-        self.held.append(piece)
-        self.num_held += piece.num_groups
 
 # %% ../nbs/method/02_collector.ipynb #38142b20
 @patch(as_prop=True)

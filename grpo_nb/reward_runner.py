@@ -109,6 +109,10 @@ class _RewardRecord:
         self.metrics: dict[str, list] = {}  # what functions gave to log_metric
         self.extra: list[dict] = [{} for _ in range(n)]  # and to log_extra, per sample
 
+    def failed(self, name: str) -> list[Failure]:
+        "The failures of a component."
+        return [f for f in self.failures if f.component == name]
+
 # %% ../nbs/method/03_reward_runner.ipynb #e23d49ac
 @patch
 def add(self: _RewardRecord, columns: list[int], rows: list[int], result: _CallResult) -> None:
@@ -165,12 +169,6 @@ def _file(self: _RewardRecord, n: int, r: int, value: list[float], result: _Call
     return [np.nan if policy == "skip" else float(policy)]
 
 # %% ../nbs/method/03_reward_runner.ipynb #cbf3c669
-@patch
-def failed(self: _RewardRecord, name: str) -> list[Failure]:
-    "The failures of a component."
-    return [f for f in self.failures if f.component == name]
-
-
 @patch
 def _stop_if_most_fail(self: _RewardRecord, name: str, error: BaseException | None) -> None:
     "A RewardError once a component fails on too much of the batch."
@@ -230,6 +228,15 @@ class RewardRunner(contextlib.AbstractContextManager):
 
     def __exit__(self, *_) -> None:
         self.close()
+
+    def metrics(self) -> dict[str, float]:
+        "Counts and milliseconds per sample of the last batch, by component, ready to log."
+        return dict(self.last)
+
+    def close(self) -> None:
+        "Stop the workers; the next call would start new ones."
+        if self.pool is not None:
+            self.pool.close()
 
 # %% ../nbs/method/03_reward_runner.ipynb #1761df1b
 def _named_specs(functions: Any) -> list[RewardSpec]:
@@ -334,12 +341,6 @@ def _count(self: RewardRunner, record: _RewardRecord, table: np.ndarray) -> None
             )
     self.batches += 1
 
-# %% ../nbs/method/03_reward_runner.ipynb #b2a1e03c
-@patch
-def metrics(self: RewardRunner) -> dict[str, float]:
-    "Counts and milliseconds per sample of the last batch, by component, ready to log."
-    return dict(self.last)
-
 # %% ../nbs/method/03_reward_runner.ipynb #3fe98e10
 @patch
 def state_dict(self: RewardRunner) -> dict:
@@ -355,10 +356,3 @@ def load_state_dict(self: RewardRunner, state: Mapping) -> None:
     if names != self.components:
         raise ValueError(f"The state is for components {names}, this runner has {self.components}.")
     self.batches = int(state["batches"])
-
-# %% ../nbs/method/03_reward_runner.ipynb #09263010
-@patch
-def close(self: RewardRunner) -> None:
-    "Stop the workers; the next call would start new ones."
-    if self.pool is not None:
-        self.pool.close()

@@ -339,6 +339,10 @@ class WorkerPool:
         # runs when the pool is collected and when the interpreter exits
         self.close = weakref.finalize(self, _kill_all, self.workers, os.getpid())
 
+    def _remove(self, w: _Worker) -> None:
+        self.workers.remove(w)
+        w.kill()
+
 # %% ../nbs/method/02_reward_workers.ipynb #b9533860
 @patch
 def run(
@@ -422,12 +426,6 @@ def _receive(self: WorkerPool, w: _Worker, message: Any) -> None:
     w.job = job if job.rows else None
 
 # %% ../nbs/method/02_reward_workers.ipynb #1e6d3e9f
-@patch
-def _remove(self: WorkerPool, w: _Worker) -> None:
-    self.workers.remove(w)
-    w.kill()
-
-
 @patch
 def _lost(self: WorkerPool, w: _Worker, outcome: str, message: str) -> None:
     "A worker hung or died: blame the sample it was at, and queue the rest again."

@@ -183,6 +183,12 @@ class TasksetScheduler:
         ]
         return f"TasksetScheduler(batch_size={self.batch_size})\n" + "\n".join(rows)
 
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return self.read()
+
 # %% ../nbs/method/03_scheduler.ipynb #e296bf0d
 def _named(tasksets: Sequence | Mapping) -> tuple[list, list]:
     "Names and tasksets: keys of a dict, else each one's id, else 0, 1, ..."
@@ -241,16 +247,6 @@ def read(
         for i in _check_chosen(self.selectors[k], chosen, ids.count(k)).tolist():
             tasks.append(_tagged(self.tasksets[k][i], self.ids[k], i))
     return tasks
-
-# %% ../nbs/method/03_scheduler.ipynb #92503e70
-@patch
-def __iter__(self: TasksetScheduler):
-    return self
-
-
-@patch
-def __next__(self: TasksetScheduler):
-    return self.read()
 
 # %% ../nbs/method/03_scheduler.ipynb #89e2e2a2
 @patch

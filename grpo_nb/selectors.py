@@ -126,6 +126,18 @@ class BaseSelector:
             )
         self.current_index = int(state.get("current_index", 0))
 
+    def places(self, batch_size: int) -> np.ndarray:  # (B,) in 0..N-1
+        "The next places of a fixed order that starts again at its end."
+        return np.arange(self.current_index, self.current_index + batch_size) % self.num_tasks
+
+    def generator(self, name: str) -> np.random.Generator:
+        "A generator of its own for the batch at the cursor."
+        return np.random.default_rng(seed_of(self.seed, name, self.current_index))
+
+    def feedback(self, indices, values, counts=None) -> None:
+        "The later name of `update`."
+        self.update(indices, values, counts)
+
 # %% ../nbs/method/02_selectors.ipynb #a5dc0274
 @patch
 def column(
@@ -141,18 +153,6 @@ def column(
             f"Feature {name!r} must be one number per task, got shape {values.shape}, dtype {values.dtype}."
         )
     return values
-
-# %% ../nbs/method/02_selectors.ipynb #03a10612
-@patch
-def places(self: BaseSelector, batch_size: int) -> np.ndarray:  # (B,) in 0..N-1
-    "The next places of a fixed order that starts again at its end."
-    return np.arange(self.current_index, self.current_index + batch_size) % self.num_tasks
-
-
-@patch
-def generator(self: BaseSelector, name: str) -> np.random.Generator:
-    "A generator of its own for the batch at the cursor."
-    return np.random.default_rng(seed_of(self.seed, name, self.current_index))
 
 # %% ../nbs/method/02_selectors.ipynb #ec75afe6
 def _check_chosen(
@@ -202,12 +202,6 @@ def get_indices(
     if not return_extra_info:
         return indices
     return indices, {"indices": indices.tolist(), "current_index": start, **self.info(indices)}
-
-
-@patch
-def feedback(self: BaseSelector, indices, values, counts=None) -> None:
-    "The later name of `update`."
-    self.update(indices, values, counts)
 
 # %% ../nbs/method/02_selectors.ipynb #e907bc23
 def make_selector(
@@ -266,19 +260,17 @@ class ShuffleSelector(BaseSelector):
         epoch, offset = divmod(self.current_index, self.num_tasks)
         return self.order(epoch)[offset : offset + batch_size]
 
-# %% ../nbs/method/02_selectors.ipynb #85e1fcae
-@patch
-def order(self: ShuffleSelector, epoch: int) -> np.ndarray:  # (N,) a permutation
-    "The order of one epoch, counted from 0; the latest is kept."
-    if epoch != self._epoch:
-        order = np.arange(self.num_tasks)
-        if self.options.random_method == "python":
-            order = order.tolist()
-            random.Random(self.seed + epoch).shuffle(order)
-        else:
-            np.random.default_rng(self.seed + epoch).shuffle(order)
-        self._epoch, self._order = epoch, np.asarray(order)
-    return self._order
+    def order(self, epoch: int) -> np.ndarray:  # (N,) a permutation
+        "The order of one epoch, counted from 0; the latest is kept."
+        if epoch != self._epoch:
+            order = np.arange(self.num_tasks)
+            if self.options.random_method == "python":
+                order = order.tolist()
+                random.Random(self.seed + epoch).shuffle(order)
+            else:
+                np.random.default_rng(self.seed + epoch).shuffle(order)
+            self._epoch, self._order = epoch, np.asarray(order)
+        return self._order
 
 # %% ../nbs/method/02_selectors.ipynb #2175ac62
 @SELECTORS.register_module("random")
@@ -444,6 +436,11 @@ class DifficultyBasedSelector(EstimatorSelector):
         scores = -np.abs(self.options.target_reward - mean)
         return {"mean": mean.tolist(), "scores": scores.tolist()}
 
+    def _multinomial(self, logits, batch_size):
+        rng = torch.Generator().manual_seed(self.seed + self.current_index)
+        p = torch.softmax(torch.from_numpy(logits - logits.max()), dim=0)
+        return torch.multinomial(p, batch_size, replacement=False, generator=rng).numpy()
+
 # %% ../nbs/method/02_selectors.ipynb #cc1367d1
 @patch
 def scores(self: DifficultyBasedSelector) -> np.ndarray:  # (N,) in [-1, 0]
@@ -453,13 +450,6 @@ def scores(self: DifficultyBasedSelector) -> np.ndarray:  # (N,) in [-1, 0]
     p = rng.beta(alpha, beta) if self.options.do_sample else alpha / (alpha + beta)
     p -= self.options.target_reward
     return -np.abs(p, out=p)
-
-
-@patch
-def _multinomial(self: DifficultyBasedSelector, logits, batch_size):
-    rng = torch.Generator().manual_seed(self.seed + self.current_index)
-    p = torch.softmax(torch.from_numpy(logits - logits.max()), dim=0)
-    return torch.multinomial(p, batch_size, replacement=False, generator=rng).numpy()
 
 # %% ../nbs/method/02_selectors.ipynb #a5dc936f
 @SELECTORS.register_module("thompson")
@@ -539,13 +529,11 @@ class GresoSelector(BaseSelector):
         self.p = {"easy": 0.5, "hard": 0.5}
         self.streak = np.zeros(self.num_tasks, np.int8)  # > 0 easy visits in a row, < 0 hard ones
 
-# %% ../nbs/method/02_selectors.ipynb #64cd6802
-@patch
-def _keep_probability(self: GresoSelector, indices: np.ndarray) -> np.ndarray:
-    "Probability that a task is not skipped."
-    z = self.streak[indices].astype(np.float64)
-    p = np.where(z > 0, self.p["easy"], self.p["hard"])
-    return np.maximum(p ** np.abs(z), 0.01)  # nothing is skipped for ever
+    def _keep_probability(self, indices: np.ndarray) -> np.ndarray:
+        "Probability that a task is not skipped."
+        z = self.streak[indices].astype(np.float64)
+        p = np.where(z > 0, self.p["easy"], self.p["hard"])
+        return np.maximum(p ** np.abs(z), 0.01)  # nothing is skipped for ever
 
 # %% ../nbs/method/02_selectors.ipynb #84904030
 @patch

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from fastcore.basics import patch
 
 from .config import check_number, one_of
 from .core import seed_of
@@ -79,6 +78,20 @@ class Shares:
         self.seeds = [seed, *later]
         self.starts = np.cumsum([0] + [s["samples"] for s in stages[:-1]])
 
+    def ids(
+        self,
+        start: int,  # first place, counted over the whole run
+        count: int,  # how many
+    ) -> np.ndarray:  # (count,) taskset of each
+        "Tasksets of a stretch of places."
+        out = []
+        for i, (counts, seed) in enumerate(zip(self.counts, self.seeds)):
+            end = self.starts[i + 1] if i + 1 < len(self.counts) else start + count
+            first, stop = max(start, self.starts[i]), min(start + count, end)
+            if first < stop:
+                out.append(_row(counts, seed, int(first - self.starts[i]), int(stop - first)))
+        return np.concatenate([np.zeros(0, np.int16), *out])
+
 # %% ../nbs/method/02_shares.ipynb #bbe5ab37
 def _counts(sizes: Sequence[int], weights: Sequence[float] | None) -> tuple[int, ...]:
     "Places of each taskset in an epoch."
@@ -87,22 +100,6 @@ def _counts(sizes: Sequence[int], weights: Sequence[float] | None) -> tuple[int,
     if len(weights) != len(sizes):
         raise ValueError(f"{len(weights)} weights for {len(sizes)} tasksets: give one each.")
     return tuple(_apportion(weights, sum(sizes)).tolist())
-
-
-@patch
-def ids(
-    self: Shares,
-    start: int,  # first place, counted over the whole run
-    count: int,  # how many
-) -> np.ndarray:  # (count,) taskset of each
-    "Tasksets of a stretch of places."
-    out = []
-    for i, (counts, seed) in enumerate(zip(self.counts, self.seeds)):
-        end = self.starts[i + 1] if i + 1 < len(self.counts) else start + count
-        first, stop = max(start, self.starts[i]), min(start + count, end)
-        if first < stop:
-            out.append(_row(counts, seed, int(first - self.starts[i]), int(stop - first)))
-    return np.concatenate([np.zeros(0, np.int16), *out])
 
 # %% ../nbs/method/02_shares.ipynb #fb38c4f7
 def _mean_abs_advantage(

@@ -82,13 +82,11 @@ class _JsonlRows:
     def __getstate__(self) -> dict:
         return self.__dict__ | {"bytes": None}
 
+    def _stamp(self) -> tuple[int, int]:
+        stat = self.path.stat()
+        return stat.st_size, stat.st_mtime_ns
+
 # %% ../nbs/method/01_tasks.ipynb #041f42b0
-@patch
-def _stamp(self: _JsonlRows) -> tuple[int, int]:
-    stat = self.path.stat()
-    return stat.st_size, stat.st_mtime_ns
-
-
 @patch
 def _open(self: _JsonlRows) -> mmap.mmap:
     if self.bytes is None:
@@ -391,6 +389,14 @@ class Taskset:
         names = ", ".join(self.column_names)
         return f"Taskset({self.name!r}, {len(self)} tasks, columns: {names or 'none'})"
 
+    @property
+    def column_names(self) -> list[str]:
+        "The fields of the first task, without the prompt."
+        return list(self[0].columns)
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self[i] for i in range(len(self)))
+
 # %% ../nbs/method/01_tasks.ipynb #3106e6d0
 @patch
 def _task(self: Taskset, row: dict, i: int) -> Task:
@@ -429,17 +435,6 @@ def __getitem__(self: Taskset, index: Any) -> Task | list[Task]:
     if not -n <= i < n:
         raise IndexError(f"Task {i} of a taskset of {n}.")
     return self._task(self.rows.row(i % n), i % n)
-
-
-@patch
-def __iter__(self: Taskset) -> Iterator[Task]:
-    return (self[i] for i in range(len(self)))
-
-# %% ../nbs/method/01_tasks.ipynb #cc5b4bd8
-@patch(as_prop=True)
-def column_names(self: Taskset) -> list[str]:
-    "The fields of the first task, without the prompt."
-    return list(self[0].columns)
 
 # %% ../nbs/method/01_tasks.ipynb #02d8ff8d
 @patch

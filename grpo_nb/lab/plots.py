@@ -396,28 +396,26 @@ class LivePlot:
         self.run, self.every, self.panels = run, every, panels
         self.handle, self.due = None, 0.0
 
-# %% ../../nbs/lab/02_plots.ipynb #d8e978fa
-@patch
-def update(
-    self: LivePlot,
-    last: bool = False,  # draw in any case
-) -> bool:  # whether it was drawn
-    "Redraw if it is time."
-    begin = time.monotonic()
-    if self.due == math.inf or begin < self.due and not last:
-        return False
-    try:
-        from IPython.display import display
+    def update(
+        self,
+        last: bool = False,  # draw in any case
+    ) -> bool:  # whether it was drawn
+        "Redraw if it is time."
+        begin = time.monotonic()
+        if self.due == math.inf or begin < self.due and not last:
+            return False
+        try:
+            from IPython.display import display
 
-        figure = self.run() if callable(self.run) else plot_run(self.run, self.panels)
-        if self.handle is None:
-            self.handle = display(figure, display_id=True)
-        else:
-            self.handle.update(figure)
-    except Exception as e:
-        self.due = math.inf
-        warnings.warn(f"the live plot stopped: {type(e).__name__}: {e}", stacklevel=2)
-        return False
-    end = time.monotonic()
-    self.due = end + max(self.every, 20 * (end - begin))
-    return True
+            figure = self.run() if callable(self.run) else plot_run(self.run, self.panels)
+            if self.handle is None:
+                self.handle = display(figure, display_id=True)
+            else:
+                self.handle.update(figure)
+        except Exception as e:
+            self.due = math.inf
+            warnings.warn(f"the live plot stopped: {type(e).__name__}: {e}", stacklevel=2)
+            return False
+        end = time.monotonic()
+        self.due = end + max(self.every, 20 * (end - begin))
+        return True

@@ -420,6 +420,9 @@ class _LlamaDecoder(Decoder):
         if self.bias is not None:
             self.bias = self.bias[rows]
 
+    def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + norm.variance_epsilon) * norm.weight
+
 # %% ../../nbs/method/02_policies.decoding.ipynb #23003b1f
 @patch
 def step(self: _LlamaDecoder, token_N: Tensor) -> Tensor:
@@ -433,11 +436,6 @@ def step(self: _LlamaDecoder, token_N: Tensor) -> Tensor:
     self.filled += 1
     self.next = self.next + 1
     return self.network.logits(self._normed(x, self.body.norm))
-
-
-@patch
-def _normed(self: _LlamaDecoder, x: Tensor, norm: nn.Module) -> Tensor:
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + norm.variance_epsilon) * norm.weight
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #c9a74d85
 @patch

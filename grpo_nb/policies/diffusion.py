@@ -113,22 +113,24 @@ class DiffusionPolicy:
             f"{len(self.noisy_steps)} noisy, D = {self.dims}, reduce {self.reduce!r})"
         )
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #1793be3f
-@patch(as_prop=True)
-def dims(self: DiffusionPolicy) -> int:
-    "D, numbers of one sample."
-    return math.prod(self.shape)
+    @property
+    def dims(self) -> int:
+        "D, numbers of one sample."
+        return math.prod(self.shape)
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
-@patch(as_prop=True)
-def device(self: DiffusionPolicy) -> torch.device:
-    return next(self.model.parameters()).device
+    @property
+    def dtype(self) -> torch.dtype:
+        "What states, means and log-probs are computed in: float32, or float64 for a float64 model."
+        return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
 
-
-@patch(as_prop=True)
-def dtype(self: DiffusionPolicy) -> torch.dtype:
-    "What states, means and log-probs are computed in: float32, or float64 for a float64 model."
-    return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+    @property
+    def noisy_steps(self) -> list[int]:
+        "The steps that are sampled with noise and scored."
+        return (self.sampler.std_T > 0).nonzero()[:, 0].tolist()
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #61619f16
 @patch
@@ -163,12 +165,6 @@ def state_dict(self: DiffusionPolicy) -> dict[str, Tensor]:
 def load_state_dict(self: DiffusionPolicy, state: dict[str, Tensor]):
     "The reverse of `state_dict`."
     return self.model.load_state_dict(state)
-
-# %% ../../nbs/method/03_policies.diffusion.ipynb #985078ad
-@patch(as_prop=True)
-def noisy_steps(self: DiffusionPolicy) -> list[int]:
-    "The steps that are sampled with noise and scored."
-    return (self.sampler.std_T > 0).nonzero()[:, 0].tolist()
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #72570b92
 @patch

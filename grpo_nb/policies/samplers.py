@@ -116,18 +116,14 @@ class Sampler:
         "Whether levels are sigmas (flow) or signal levels ab."
         return self.scheme == "flow"
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #bc7f1334
-@patch
-def table(self: Sampler, values: Sequence[float], step_B: Tensor) -> Tensor:
-    "One of the sampler's columns at given steps, float64."
-    return torch.tensor(values, dtype=_wide_dtype(step_B.device), device=step_B.device)[step_B]
+    def table(self, values: Sequence[float], step_B: Tensor) -> Tensor:
+        "One of the sampler's columns at given steps, float64."
+        return torch.tensor(values, dtype=_wide_dtype(step_B.device), device=step_B.device)[step_B]
 
-
-@patch
-def factors(self: Sampler, step_B: Tensor) -> tuple[Tensor, Tensor]:
-    "Factors of clean sample and noise in the state before each step."
-    level = self.table(self.level_T, step_B)
-    return (1 - level, level) if self.by_sigma else (level.sqrt(), (1 - level).sqrt())
+    def factors(self, step_B: Tensor) -> tuple[Tensor, Tensor]:
+        "Factors of clean sample and noise in the state before each step."
+        level = self.table(self.level_T, step_B)
+        return (1 - level, level) if self.by_sigma else (level.sqrt(), (1 - level).sqrt())
 
 # %% ../../nbs/method/02_policies.samplers.ipynb #20bafb26
 @patch
