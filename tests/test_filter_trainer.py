@@ -1,5 +1,6 @@
 "Dynamic sampling inside the training loop, on the embedded model: counters, feedback, limits, order."
 
+import logging
 import math
 import warnings
 
@@ -390,3 +391,16 @@ def test_carried_groups_keep_the_log_probs_of_the_policy_that_sampled_them():
 def test_a_collector_s_state_of_another_format_is_refused():
     with pytest.raises(ValueError, match="another format"):
         make("steps=2").collector.load_state_dict({"json": {"format": 0}, "tensors": {}})
+
+
+def test_a_warning_of_a_run_with_a_folder_reaches_the_terminal(tmp_path, monkeypatch, capsys):
+    "With a file as its only handler the logger would stay silent."
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    nothing = lambda completions, **columns: [0.0] * len(completions)
+    cap = ("filter_groups.max_num_gen_batches=2", f"run.dir={tmp_path / 'run'}", "steps=1")
+    trainer = make(*cap, reward=nothing)
+    with pytest.raises(FilterCapError):
+        trainer.fit()
+    trainer.close()
+    told = "All 6 groups of a generation batch were filtered. Likely cause: "
+    assert told in capsys.readouterr().err and told in (tmp_path / "run/train.log").read_text()

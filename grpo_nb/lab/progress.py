@@ -88,6 +88,16 @@ class Progress:
             numbers = "  ".join(f"{k} {v}" for k, v in _glance(metrics).items())
             say(f"step {step}/{self.total}  {numbers}  {left:.0f} s left")
 
+    def wait(self, what: str) -> None:
+        "Show what the next step waits for."
+        now = self.clock()
+        if self.bar is not None:
+            with _GONE:
+                self.bar.set_postfix_str(what)
+        if self.mode == "lines" and now - (self.shown or self.begun) >= self.every:
+            self.shown = now
+            say(f"step {self.done + 1}/{self.total}  {what}")
+
     def close(self) -> None:
         if self.bar is not None:
             with _GONE:

@@ -218,6 +218,9 @@ def on_batch_start(self: Session, trainer: GRPO):
     if self.fitting and self.bar is None:
         mode = None if self.setting("run").progress and place()[0] == 0 else "quiet"
         self.bar = Progress(trainer.goal, trainer.step_done, mode=mode)
+    if self.bar is not None and self.between_batches:
+        held, batches = trainer.collector.num_held, trainer.collector.tally["batches"]
+        self.bar.wait(f"{held} of {trainer.config.train_batch_size} groups after {batches} batches")
     self._autosave()
     self.undo = remember(trainer)
 
@@ -509,8 +512,11 @@ def _open_log(self: Session):
     self.log = _Log(self.run.dir / "train.log", delay=True, encoding="utf-8")
     self.log.secrets = self.run._secrets
     self.log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.getLogger("grpo_nb").addHandler(self.log)
-    logging.getLogger("grpo_nb").setLevel(logging.INFO)
+    package = logging.getLogger("grpo_nb")
+    if not package.hasHandlers():  # with a file alone nobody would see a warning
+        package.addHandler(logging.lastResort)
+    package.addHandler(self.log)
+    package.setLevel(logging.INFO)
 
 # %% ../../nbs/lab/02_session.ipynb #051e7a55
 @patch

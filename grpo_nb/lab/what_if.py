@@ -37,6 +37,8 @@ def read_samples(
     own = [k.removeprefix("rewards/") for k in frame if k.startswith("rewards/")]
     frame = frame.drop(columns=own, errors="ignore")  # a reward may be called like a column of ours
     frame = frame.rename(columns=lambda name: name.removeprefix("rewards/"))
+    if not len(frame):
+        raise ValueError(f"{source} holds no samples: its run stored none yet.")
     if missing := [k for k in ("step", "prompt") if k not in frame]:
         raise ValueError(
             f"Samples need the columns step and prompt, {missing[0]!r} is missing; there are {list(frame)}."
