@@ -13,7 +13,7 @@ export GOMP_SPINCOUNT ?= 20000
 export PYTHONPATH := $(CURDIR)
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help demo test fuzz docs notebooks lab fmt bench smollm2 wheel trl verl vllm hooks clean
+.PHONY: help demo test fuzz docs notebooks lab fmt bench smollm2 wheel browser trl verl vllm hooks clean
 help: ## what there is
 	@grep -hE '^[a-z0-9]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
 
@@ -73,6 +73,11 @@ wheel: $(STAMP) ## build the wheel in dist/, and try it: a fresh environment, an
 	dist/venv/bin/python -m pip install -q `grep '^torch==' constraints.txt`
 	dist/venv/bin/python -m pip install -q dist/*.whl
 	cd dist/empty && env -u PYTHONPATH ../venv/bin/grpo-nb demo 'compare.budget={samples: 512}'
+
+browser: docs ## a reader's walk in a real browser (chromium, as from apt): the docs site, then JupyterLab; pictures in dist/shots
+	$(PYTHON) -m venv .venv-browser
+	.venv-browser/bin/python -m pip install -q --disable-pip-version-check playwright==1.65.2
+	.venv-browser/bin/python tests/browser/walk.py $(abspath $(BIN)/jupyter) dist/shots tests/recorded/browser_walk.json
 
 verl: ## our estimators, losses and trainer inside the real verl (its own environment, three minutes)
 	$(PYTHON) -m venv .venv-verl

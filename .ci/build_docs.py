@@ -4,6 +4,7 @@ The site works from disk and offline: maths (KaTeX) is vendored, links are relat
 the modules. A reader with Quarto can run `nbdev_docs` on the same sources instead.
 """
 
+import html
 import inspect
 import json
 import os
@@ -43,6 +44,9 @@ def main():
     ]  # notebooks show their parts
     cfg = get_config()
     refresh_quarto_yml()
+    options = ROOT / "nbs" / "_quarto.yml"
+    two_modes = "theme: {light: cosmo, dark: darkly}"
+    options.write_text(options.read_text().replace("theme: cosmo", two_modes))
     docments.signature = signature
     serve.IN_NOTEBOOK = True  # workers are forks, with the line above
     proc = Path(serve.proc_nbs("nbs", n_workers=2, force=True))
@@ -85,7 +89,7 @@ def main():
         )
         text = text.replace(home + "/", up or "./")
         text = re.sub(r'(<(?:script|link)[^>]*?)\s+integrity="[^"]*"', r"\1", text)
-        page.write_text(link_papers(text), encoding="utf-8")
+        page.write_text(name_pictures(link_papers(text)), encoding="utf-8")
     for css in SITE.rglob("*.css"):
         text = css.read_text(encoding="utf-8")
         css.write_text(re.sub(r"@import url\(https?:[^)]*\);?", "", text), encoding="utf-8")
@@ -106,6 +110,21 @@ def link_papers(text: str) -> str:
     parts[::3] = [re.sub(paper, link, part) for part in parts[::3]]
     del parts[2::3]  # the names of the tags
     return "".join(parts)
+
+
+def name_pictures(text: str) -> str:
+    "A picture that says nothing is described by the paragraph or heading before it, which is where a notebook says what to see."
+    said = [
+        (m.end(), html.unescape(re.sub("<[^>]*>", "", m[2])))
+        for m in re.finditer(r"<(p|h[1-6])\b[^>]*>(.*?)</\1>", text, re.S)
+    ]
+
+    def named(img):
+        before = [words for end, words in said if end <= img.start() and words.strip()]
+        alt = html.escape(" ".join(before[-1].split()))
+        return f'<img alt="{alt}"{img[1]}'
+
+    return re.sub(r"<img((?![^>]*\balt=)[^>]*>)", named, text)
 
 
 def search_from_disk():
@@ -145,7 +164,7 @@ def search_from_disk():
 
 
 def check_links(pages) -> list[str]:
-    "Links, anchors and pictures that lead nowhere, formulas that KaTeX refuses, and what would be loaded from the network."
+    "Links, anchors and pictures that lead nowhere, pictures without words, formulas that KaTeX refuses, and what would be loaded from the network."
     bad, texts = [], {p.resolve(): p.read_text(encoding="utf-8") for p in pages}
     for page, text in texts.items():
         for kind, rest, url, name in re.findall(
@@ -168,6 +187,8 @@ def check_links(pages) -> list[str]:
                 and f'id="{anchor}"' not in texts.get(target, f'id="{anchor}"')
             ):
                 bad.append(f"{page.name}: no such place: {url}")
+        silent = re.findall(r'<img(?![^>]*\balt="[^"]).*?>', text)
+        bad += [f"{page.name}: a picture without words: {x[:80]}" for x in silent]
         bad += [
             f"{page.name}: formula {x}"
             for x in re.findall(r"[_^]\\(?:max|min|log|exp|operatorname)\b", text)
