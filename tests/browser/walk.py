@@ -373,4 +373,3 @@ def main(jupyter: str, shots: str, record: str, *parts: str):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-/dev/fd/3: line 38: kill: %1: no such job
