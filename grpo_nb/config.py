@@ -211,7 +211,7 @@ def _one_line(error: pydantic.ValidationError, cls: type) -> str:
     key, owner, hint = _place(cls, found["loc"])
     value, kind = found["input"], found["type"]
     if kind in ("unexpected_keyword_argument", "no_such_attribute"):
-        return _unknown_key(key, owner)
+        return _unknown_key(key, owner, cls)
     if kind == "value_error":
         said = str(found["ctx"]["error"])
         if isinstance(value, pydantic_core.ArgsKwargs):  # of a check between fields
@@ -231,12 +231,25 @@ def _one_line(error: pydantic.ValidationError, cls: type) -> str:
     return f"{key} must be {accepts(hint)}, got {value!r}."
 
 
-def _unknown_key(key: str, owner: type) -> str:
+def _keys(cls: type, above: str = "") -> dict[str, str]:
+    "The last name of every key, and the whole key; the one nearest to the top where several have it."
+    found = {f.name: above + f.name for f in dataclasses.fields(cls)}
+    for name, hint in typing.get_type_hints(cls).items():
+        for section in filter(dataclasses.is_dataclass, _flat(hint)):
+            found = _keys(section, f"{above}{name}.") | found
+    return found
+
+
+def _unknown_key(key: str, owner: type, root: type) -> str:
     "The message for an unknown key: our key (`elsewhere` of the class, set by who knows), else the nearest one."
     name, names = key.rpartition(".")[2], [f.name for f in dataclasses.fields(owner)]
     kind = f"Unknown key {key!r} in the configuration."
     if name in (ours := getattr(owner, "elsewhere", {})):
         return f"{kind} Here it is {ours[name]!r}."
+    everywhere = _keys(root)
+    near = difflib.get_close_matches(name, everywhere, cutoff=0.8)
+    if near and not difflib.get_close_matches(name, names, cutoff=0.8):
+        return f"{kind} Did you mean {everywhere[near[0]]!r}?"
     return kind + unknown_name("", name, names).removeprefix(f"Unknown  {name!r}.")
 
 

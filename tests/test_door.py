@@ -315,6 +315,8 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
         (lambda p: load_config(None, ["update.loss.clip=2"]), r"needs a mapping, such as \{low: "),
         (lambda p: load_config(None, ["policy.lora=true"]), r"must be a mapping \{key: value\} or null, got True"),
         (lambda p: load_config("none.yaml"), "No recipe at none.yaml. Shipped ones"),
+        (lambda p: load_config(None, ["temprature=1"]), "Did you mean 'policy.temperature'"),
+        (lambda p: load_config(None, ["update.clip.low=1"]), "Did you mean 'update.loss.clip'"),
         (lambda p: load_config(None, ["run.wandb=none"]), "^(?!.*Did you mean 'None')"),
         (lambda p: open_policy({"modle": 1}), "Did you mean 'model'"),
         (lambda p: open_stream(load_config(None, ["tasks.tasksets=[]"])), "No training tasks"),
