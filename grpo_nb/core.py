@@ -90,7 +90,7 @@ def group_centre(x: Tensor, groups: Groups | Tensor | Sequence) -> Tensor:  # (N
     "Distance of each value from the mean of its group: exactly 0 in a constant group, NaN where `x` is."
     return _centre(x, Groups.of(groups))[0]
 
-
+# %% ../nbs/method/00_core.ipynb #c645309b
 def _centre(x: Tensor, groups: Groups) -> tuple[Tensor, ...]:
     "Distances from the mean (N, ...); count, minimum and the mean's distance from it (P, ...)."
     x = torch.as_tensor(x).detach()
@@ -399,7 +399,7 @@ def index_of(index, n: int) -> Tensor:
         raise IndexError(f"Index out of range for {n} samples.")
     return index.long().reshape(-1) % max(n, 1)
 
-
+# %% ../nbs/method/00_core.ipynb #350c6155
 def _take(column, index: Tensor):
     "Entries of a column (tensor, array or list) at integer positions."
     if isinstance(column, Tensor):
@@ -417,7 +417,7 @@ def pad_to(x: Tensor, shape: Sequence[int]) -> Tensor:
     out[(slice(None), *[slice(s) for s in x.shape[1:]])] = x
     return out
 
-
+# %% ../nbs/method/00_core.ipynb #d3ce5c47
 def _join(parts: Sequence) -> Any:
     "Concatenate columns of one kind; tensors of different widths are padded on the right."
     first = parts[0]

@@ -35,7 +35,7 @@ def _pool_feedback(
     mean = np.bincount(row, count * np.clip(value[known], 0, 1), len(tasks)) / total
     return tasks, np.clip(mean, 0, 1), total
 
-
+# %% ../nbs/method/01_difficulty.ipynb #d7c0415c
 def _check_feedback(num_tasks: int, index: np.ndarray, value: np.ndarray) -> None:
     if len(index) != len(value):
         raise ValueError(f"{len(index)} indices for {len(value)} values: give one value per index.")

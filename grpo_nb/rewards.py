@@ -87,7 +87,7 @@ def _cells(values: Any, n: int) -> list[float | list[float]]:
     is_row = lambda v: isinstance(v, (list, tuple)) or getattr(v, "ndim", 0) == 1
     return [[_number(x) for x in v] if is_row(v) else _number(v) for v in values]
 
-
+# %% ../nbs/method/01_rewards.ipynb #97379be0
 def _table(columns: Sequence, n: int) -> list[list[list[float]]]:  # (n, R, K); NaN = does not apply
     "The components of a function side by side; a number counts at each rank."
     columns = [_cells(values, n) for values in columns]
@@ -314,7 +314,7 @@ def _reward_columns(
         out["prompt_end"] = list(rollout.info["prompt_end"])
     return out | task_columns(rollout.tasks)
 
-
+# %% ../nbs/method/01_rewards.ipynb #a88ab20d
 def task_columns(
     tasks: Sequence,  # N tasks
 ) -> dict[str, list]:  # N values each
@@ -479,7 +479,7 @@ def passing_rewards(
     chosen = (passed,) if isinstance(passed, str) else tuple(passed)
     return tuple(one_of("reward in eval.passed", name, names) for name in chosen)
 
-
+# %% ../nbs/method/01_rewards.ipynb #9d18ae3c
 def sample_scores(
     rollout: Rollout,  # with rewards
     passed: Sequence[str],  # from `passing_rewards`

@@ -104,7 +104,7 @@ def where(self: _JsonlRows, i: int) -> str:
     "File and line of row `i`, for messages."
     return f"{self.path}, line {self._open()[: self.starts[i]].count(10) + 1}"
 
-
+# %% ../nbs/method/01_tasks.ipynb #c28a8cf1
 @patch
 def row(self: _JsonlRows, i: int) -> dict:
     "Row `i` as a dict."
@@ -285,7 +285,7 @@ def _prompt_of(row: Mapping, prompt: str | Callable[[dict], Any]) -> str | list[
         )
     return check_prompt(row[prompt])
 
-
+# %% ../nbs/method/01_tasks.ipynb #4ad722ed
 def check_prompt(value: Any) -> str | list[dict]:
     "A prompt as it is, a chat as new dicts; a ValueError for anything else."
     if isinstance(value, str) and value:

@@ -582,23 +582,6 @@ def strip_prefixes(text):
     return re.sub(r"(?m)^(\[[^\]]*\] )?(INFO: )?", "", text)
 
 
-@pytest.mark.parametrize("clean", [False, True])
-@pytest.mark.parametrize(
-    "text,filtered,kept,surplus,batches",
-    [(FORM_A, 1813, 1259, 235, [600, 604, 609]), (FORM_B, 1840, 1232, 208, [620, 615, 605])],
-)
-def test_both_forms(tmp_path, clean, text, filtered, kept, surplus, batches):
-    path = tmp_path / "train.log"
-    path.write_text(strip_prefixes(text) if clean else text, encoding="utf-8")
-    frame, s = parse_filter_logs(path)
-    assert (s["filtered"], s["kept"], s["surplus"]) == (filtered, kept, surplus)
-    assert (s["prompts"], s["num_steps"], s["num_gen_batches"]) == (3072, 1, 3)
-    assert s["filter_rate"] == pytest.approx(filtered / 3072) and s["outcomes"] == {"full": 1}
-    assert frame["filtered"].tolist() == batches and frame["target"].dropna().unique() == [1024]
-    assert s["issues"] == [] and s["unread_lines"] == 0 and s["missing_batches"] == 0
-    assert parse_filter_logs(str(path))[1] == s
-
-
 def test_steps_are_kept_apart_and_rates_pooled():
     one = "Generated batch 1, 1000 prompts\nFiltered (std=0): 900 (90%)\nKept (std>0): 100 (10%)\n"
     two = "Generated batch 1, 10 prompts\nFiltered (std=0): 0 (0%)\nKept (std>0): 10 (100%)\n"

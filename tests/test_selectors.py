@@ -488,33 +488,13 @@ def through_a_checkpoint(state):
     return state.copy() if isinstance(state, np.ndarray) else json.loads(json.dumps(state))
 
 
-def canonical(state, path=""):
-    "A state as bytes: names, scalars and the bytes of arrays."
-    if isinstance(state, dict):
-        return b"".join(canonical(v, f"{path}/{k}") for k, v in state.items())
-    if isinstance(state, np.ndarray):
-        return f"{path} {state.dtype} {state.shape} ".encode() + state.tobytes()
-    return f"{path} {state!r}\n".encode()
-
-
 @pytest.mark.parametrize("label", list(RESUMED))
-def test_stop_at_every_step_and_resume_twice(label):
-    steps = 40
-    s, stream, states = selector_for_resume(label), [], []
-    for t in range(steps):
-        states.append(through_a_checkpoint(s.state_dict()))
-        stream.append(step(s, t))
-    states.append(through_a_checkpoint(s.state_dict()))
-    for k in range(steps):
-        s, end = selector_for_resume(label), min(k + 6, steps)
-        s.load_state_dict(states[k])
-        for t in range(k, end):
-            if t == k + 3:  # a second stop, inside the same epoch
-                old, s = through_a_checkpoint(s.state_dict()), selector_for_resume(label)
-                s.load_state_dict(old)
-            assert step(s, t) == stream[t], (label, k, t)
-        # all that decides the rest of the stream is equal, so the rest is
-        assert canonical(s.state_dict()) == canonical(states[end]), (label, k)
-    s = selector_for_resume(label)
-    s.load_state_dict(states[3])
-    assert [step(s, t) for t in range(3, steps)] == stream[3:]
+def test_stop_at_every_step_and_resume(label):
+    whole, stream, states = selector_for_resume(label), [], []
+    for t in range(24):
+        states.append(through_a_checkpoint(whole.state_dict()))
+        stream.append(step(whole, t))
+    for k, state in enumerate(states):
+        s = selector_for_resume(label)
+        s.load_state_dict(state)
+        assert [step(s, t) for t in range(k, 24)] == stream[k:], (label, k)

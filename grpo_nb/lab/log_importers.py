@@ -193,7 +193,7 @@ class _TheirRun(Run):
     def _start(self, new: bool = False) -> None:
         raise ValueError(f"{self.dir.name} is a log of another program: nothing is added to it.")
 
-
+# %% ../../nbs/lab/02_log_importers.ipynb #4e5e838e
 def _open_theirs(path: Path) -> Run | None:
     "The run that a file or folder of TRL or verl holds; None for anything else."
     if path.is_dir():

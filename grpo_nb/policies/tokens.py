@@ -329,7 +329,7 @@ def _templated(self: TokenPolicy, prompt: str | list[dict]) -> str:
         messages, begun = messages[:-1], False
     return self._rendered(messages, add_generation_prompt=not begun, continue_final_message=begun)
 
-
+# %% ../../nbs/method/03_policies.tokens.ipynb #19bbb8f0
 @patch
 def _rendered(self: TokenPolicy, messages: list[dict], **end) -> str:
     try:
