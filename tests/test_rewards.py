@@ -821,19 +821,6 @@ def test_options_that_make_no_sense_are_one_line():
     one_line(lambda: length_target(0), "width must be > 0")
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.permutations(range(8)))
-def test_rewards_follow_the_sample_through_any_order(order):
-    outputs, tasks = [str(i % 3) for i in range(8)], [Task(answer=str(i % 2)) for i in range(8)]
-    rollout, runner = (
-        batch(outputs, tasks),
-        RewardRunner([exact_answer(), length_target(2, unit="characters")]),
-    )
-    assert torch.equal(
-        runner(rollout[list(order)]).rewards_NR, runner(rollout).rewards_NR[list(order)]
-    )
-
-
 def test_what_cannot_reward_is_refused_when_the_trainer_is_made():
     from grpo_nb.all import GRPO, Taskset, TokenPolicy, data_path, load_config
 

@@ -208,15 +208,6 @@ def test_easy_to_hard_takes_integers_memmaps_and_single_precision(tmp_path):
         easy_to_hard([small, f], ascending=[True])
 
 
-@pytest.mark.parametrize("keys", [["a"], ["a", "b"], ["a", "b", "c"]])
-def test_extra_info_of_an_order_by_any_number_of_keys(keys):
-    data = {k: np.linspace(0.1, 0.9, 6) ** p for k, p in (("a", 1), ("b", 2), ("c", 3))}
-    s = make_selector(data, TaskSelectorConfig("offline_easy2hard", 0, keys))
-    idx, info = s.get_indices(4, return_extra_info=True)
-    assert info["indices"] == idx.tolist() and info["a"] == data["a"][idx].tolist()
-    assert set(keys) <= set(info)
-
-
 @pytest.mark.parametrize("name", ["random", "difficulty_based", "thompson", "learnability"])
 def test_batch_above_n_is_an_error_or_fills_up_with_whole_draws(name):
     data = {"a": np.full(5, 0.2), "b": np.full(5, 0.8)}

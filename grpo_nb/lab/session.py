@@ -449,6 +449,23 @@ def open_run(self: GRPO):
         self.load_state_dict(state)
 
 
+def _locked_run(trainer: GRPO, c: RunConfig, folder: str, again: bool) -> Run:
+    "The run in a folder, new or gone on with; it has the lock: from here on nobody else writes."
+    tree = described(trainer)
+    if again:  # how the record is kept is no part of what is compared
+        tree["run"] = Run.open(folder).config.get("run", tree.get("run"))
+    return Run.create(
+        folder,
+        tree,
+        c.name,
+        resume=again,
+        wandb=c.wandb,
+        if_exists="raise" if c.if_exists == "resume" else c.if_exists,
+        seeds=trainer.config.seed,
+        parts=part_facts(trainer),
+    )
+
+
 @patch
 def _open_run(self: Session) -> Mapping | None:  # the state that was loaded
     trainer, state = self.trainer, None
@@ -465,19 +482,7 @@ def _open_run(self: Session) -> Mapping | None:  # the state that was loaded
             f"{str(folder)!r} holds a run. To continue it: GRPO.load({str(folder)!r}){goes_on}; for a run beside it: "
             "run.if_exists=number, or another run.dir."
         )
-    tree = described(trainer)
-    if again:  # how the record is kept is no part of what is compared
-        tree["run"] = Run.open(folder).config.get("run", tree.get("run"))
-    run = Run.create(  # takes the lock: from here on nobody else writes
-        folder,
-        tree,
-        c.name,
-        resume=again,
-        wandb=c.wandb,
-        if_exists="raise" if c.if_exists == "resume" else c.if_exists,
-        seeds=trainer.config.seed,
-        parts=part_facts(trainer),
-    )
+    run = _locked_run(trainer, c, folder, again)
     if again and self.resumed_run is None:
         try:
             state = self._load_newest(Path(folder) / "checkpoints")
