@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_nb.applications.movielens import MovieTask, RankingPolicy, load_task
+from grpo_nb.applications.movielens import MovieTask, RankingPolicy, load_task, rank_reward
 from grpo_nb.core import seeded
 from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.list_parsing import ParsedList, film_key, parse_rollout
@@ -27,9 +27,6 @@ from grpo_nb.ranking import (
     _hit_matrix,
     _violation_matrix,
     discounts,
-    make_relevance_reward,
-    make_safe_reward,
-    make_safety_reward,
     ranking_metrics,
 )
 from grpo_nb.trainer import GRPO
@@ -64,18 +61,10 @@ def held_out(
     return train, {"test users": task.eval, "validation users": validation}[who]
 
 
-def film_reward(
-    task: MovieTask,  # parser and oracle
-    name: str,  # relevance, safety, or safe: their sum
-    options: Mapping,  # of the factory
-):
-    "A reward function of a configuration."
-    if name == "relevance":
-        return make_relevance_reward(task.parser, **options)
-    if name == "safety":  # its number is the same for every variant of the relevance
-        options = {k: v for k, v in options.items() if k != "variant"}
-        return make_safety_reward(task.parser, task.oracle, **options)
-    return make_safe_reward(task.parser, task.oracle, **options)
+def film_reward(task: MovieTask, name: str, options: Mapping):
+    "A reward function of a configuration; the number of safety is the same for every variant of the relevance."
+    drop = ("variant",) if name == "safety" else ()
+    return rank_reward(task, name, {k: v for k, v in options.items() if k not in drop})
 
 
 def film_trainer(

@@ -106,7 +106,9 @@ class GRPOConfig(TrainerConfig):
     "Everything that defines a run."
 
     threads: Count | None = None  # torch threads; None leaves them alone
-    application: str | None = None  # motion: its policy, tasks and rewards; None: as named below
+    application: str | None = (
+        None  # motion or movielens: its policy, tasks, rewards; None: as below
+    )
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
@@ -390,7 +392,7 @@ def from_config(
 
 def _open_application(config: GRPOConfig) -> dict[str, Any]:
     "Policy, tasks, rewards and held-out tasks of an application that a configuration names."
-    name = one_of("application", config.application, ("motion",))
+    name = one_of("application", config.application, ("motion", "movielens"))
     return importlib.import_module(f"grpo_nb.applications.{name}").open_parts(config)
 
 
