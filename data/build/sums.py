@@ -39,7 +39,7 @@ PAD, BOS, EOS, THINK_END = 0, 1, 2, 4
 LEVELS = {
     "easy": (2, 1, {"train": 150, "eval": 50}),
     "middle": (2, 2, {"train": 4000, "eval": 200, "dev": 200}),
-    "hard": (3, 2, {"train": 2000, "eval": 200, "dev": 200}),
+    "hard": (3, 2, {"train": 2000, "eval": 200}),
 }
 MIX = {"middle": 0.8, "easy": 0.1, "hard": 0.1}  # what the warm start is trained on
 ANCHORS = {"weak": 0.2, "strong": 0.8}  # the --target of each
