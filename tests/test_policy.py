@@ -1,19 +1,23 @@
 "Token policies: padding, packing, prefix sharing, chunking and decoding on several architectures."
 
+import base64
 import copy
 import json
 import pickle
 import re
 import shutil
 import sys
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -424,3 +428,81 @@ def test_models_read_in_several_threads_are_whole():
         for m in (*read, load_model("data:tiny-llama")[0])
     ]
     assert all(tied)
+
+
+def test_an_adapter_is_written_in_the_format_of_peft(tmp_path):
+    p, base = (TokenPolicy.from_pretrained("data:tiny-llama", lora=o) for o in ({"r": 4}, None))
+    with pytest.raises(ValueError, match="has no adapter"):
+        base.save_adapter(tmp_path)
+    torch.manual_seed(0)
+    for x in p.parameters():
+        x.data += 0.05 * torch.randn_like(x)
+    p.save_adapter(tmp_path)
+    assert sum(f.stat().st_size for f in tmp_path.iterdir()) < 200_000
+    with warnings.catch_warnings(action="error", category=UserWarning):  # of keys that are missing
+        again = TokenPolicy(peft.PeftModel.from_pretrained(base.model, tmp_path), base.tokenizer)
+    ids = torch.tensor([p.encode("<bos>42-25=")])
+    assert torch.equal(again.model(ids).logits, p.model(ids).logits)
+
+
+class Hub(BaseHTTPRequestHandler):
+    "What huggingface_hub asks of the hub when it uploads small files."
+
+    files: dict[str, bytes] = {}
+
+    def do_POST(self):
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            body = b""
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        else:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        home = f"http://127.0.0.1:{self.server.server_port}/me/sums"
+        answer = {
+            "url": home,
+            "commitUrl": f"{home}/commit/abc",
+            "commitOid": "abc",
+            "hookOutput": "",
+        }
+        if self.path.endswith("/preupload/main"):
+            names = [f["path"] for f in json.loads(body)["files"]]
+            answer = {
+                "files": [
+                    {"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names
+                ]
+            }
+        if self.path.endswith("/commit/main"):
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        text = json.dumps(answer).encode()
+        self.send_response(200 if "/me/" in self.path or "create" in self.path else 403)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_POST
+
+    def log_message(self, *a):
+        pass
+
+
+def test_a_policy_is_pushed_to_a_hub_and_refused_offline(tmp_path, monkeypatch):
+    p = TokenPolicy.from_pretrained("data:tiny-llama")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set: use save_pretrained"):
+        p.push_to_hub("me/sums")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert p.push_to_hub("me/sums", token="hf_x").endswith("/me/sums/commit/abc")
+        server.shutdown()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    with pytest.raises(ValueError, match="^push_to_hub 'me/sums': "):  # nobody is there any more
+        p.push_to_hub("me/sums", token="hf_x")
+    p.save_pretrained(tmp_path)
+    assert Hub.files == {f.name: f.read_bytes() for f in tmp_path.iterdir()}

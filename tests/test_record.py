@@ -355,6 +355,24 @@ def test_failing_wandb_never_stops_training(tmp_path, monkeypatch, fails):
         assert stub.rows[1]["samples"][0] == ["step", "group", "completion", "rewards/acc"]
 
 
+def test_tensorboard_shows_each_step_once_also_after_a_resume(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Run.create(tmp_path / "r", tensorboard=True) as run:
+        for step in (1, 2, 3):
+            run.log(step, {"reward": step / 4, "kl_old": [0.1, 0.2], "none": float("nan")})
+    with Run.create(tmp_path / "r", resume=True, tensorboard=True) as run:
+        run.truncate_after(2)
+        run.log(3, {"reward": 9.0})
+    shown = EventAccumulator(str(tmp_path / "r/tensorboard")).Reload()
+    assert [(x.step, x.value) for x in shown.Scalars("reward")] == [(1, 0.25), (2, 0.5), (3, 9.0)]
+    assert shown.Tags()["scalars"] == ["reward", "kl_old/0", "kl_old/1"]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        Run.create(tmp_path / "s", tensorboard=True)
+    assert not (tmp_path / "s").exists()
+
+
 def test_a_run_directory_holds_no_secret_and_no_person(tmp_path):
     "Of the configuration, the command line, the environment and what errors say; wandb's files too."
     code = """

@@ -476,7 +476,7 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
     now, default = config_tree(c), config_tree(type(c)())
     given = [k for k in given if _at(now, k) != _at(default, k)]
     alone, unrecorded = not trainer.rewards.pooled, not _at(now, "run.dir")
-    recorded = "(run.(wandb|name|if_exists|samples_every|samples_rows)|checkpoint.*)"
+    recorded = "(run.(wandb|tensorboard|name|if_exists|samples_every|samples_rows)|checkpoint.*)"
     judged, best = bool(trainer.eval_tasks), _at(now, "checkpoint.keep_best") and c.eval.every
     groups, loss, stop = c.filter_groups, c.update.loss, c.update.kl_stop
     limits = stop.target or stop.target_ref

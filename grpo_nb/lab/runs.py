@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -43,6 +44,7 @@ from .frames import flat_keys
 from .recipe import GRPOConfig, open_rewards
 from ..metrics import COUNTERS
 from .log_importers import OURS
+from .session import CheckpointConfig
 from .study import MEAN, check_metric
 from ..advantages import weights_by_name
 from ..evaluate import evaluate as evaluate_policy
@@ -384,6 +386,10 @@ def run_job(job: Job) -> dict:
     if job.dir:
         job.dir.mkdir(parents=True, exist_ok=True)
         write_atomic(job.dir / "result.json", json.dumps(finite(result)))
+        if result["status"] == "done" and job.base.checkpoint == CheckpointConfig():
+            shutil.rmtree(
+                job.dir / "run" / "checkpoints", ignore_errors=True
+            )  # nothing is left to resume
     return result
 
 # %% ../../nbs/lab/06_runs.ipynb #e3967dcc

@@ -57,6 +57,7 @@ class RunConfig:
     samples_every: Natural = 10  # steps between stored samples; 0 = never
     samples_rows: Natural = 32  # samples stored then
     wandb: Literal["offline", "online"] | None = None  # mirror there
+    tensorboard: bool = False  # event files in the run directory; needs the package tensorboard
     progress: bool = True  # show a bar
 
 # %% ../../nbs/lab/02_session.ipynb #def88f8f
@@ -460,6 +461,7 @@ def _locked_run(trainer: GRPO, c: RunConfig, folder: str, again: bool) -> Run:
         c.name,
         resume=again,
         wandb=c.wandb,
+        tensorboard=c.tensorboard,
         if_exists="raise" if c.if_exists == "resume" else c.if_exists,
         seeds=trainer.config.seed,
         parts=part_facts(trainer),

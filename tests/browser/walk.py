@@ -213,8 +213,16 @@ class Lab:
         self.page.locator(".lm-Menu-item", has_text=path[1]).first.click()
 
     def run(self, i: int):
-        self.cell(i).locator(".cm-content").click()
-        self.page.keyboard.press("Control+Enter")
+        "Ctrl-Enter, again where the notebook was not ready to hear it."
+        before = self.prompt(i)
+        for _ in range(5):
+            self.cell(i).locator(".cm-content").click()
+            self.page.keyboard.press("Control+Enter")
+            for _ in range(20):
+                if self.prompt(i) != before:
+                    return
+                time.sleep(0.5)
+        raise AssertionError(f"cell {i} does not start")
 
     def prompt(self, i: int) -> str:
         return self.cell(i).locator(".jp-InputPrompt").first.inner_text()
@@ -292,14 +300,14 @@ def tutorials(page: Page, address: str, shots: Path):
 
 OWN = (
     """from grpo_nb.all import *
-options = ["steps=60", "run.dir=runs/own", "run.if_exists=resume", "max_seconds=null", "threads=1"]
-trainer = GRPO.from_config(load_config(data_path("recipes/quickstart.yaml"), options))
-print("at step", trainer.step_done)""",
+options = ["steps=24", "run.dir=runs/own", "run.if_exists=resume", "max_seconds=null", "threads=1"]
+trainer = GRPO.from_config(load_config(data_path("recipes/quickstart.yaml"), options))""",
     "trainer.fit();",
     "print('stands at', trainer.step_done, 'of', len(trainer.history))",
     "Run.open('runs/own').plot();",
     "import matplotlib.pyplot as plt\nplt.plot([1, 3, 2]);",
     "trainer",
+    "print(Run.open('runs/own').events().query('kind == \"resume\"').step.tolist())",
 )
 
 
@@ -318,7 +326,7 @@ def by_hand(page: Page, address: str, shots: Path):
     lab.done(2)
     first = int(lab.text(2).split()[2])
     page.screenshot(path=shots / "lab_own_stopped.png")
-    check(0 < first < 60, "the stop button ends fit after a whole step")
+    check(0 < first < 24, "the stop button ends fit after a whole step")
     lab.run(1)
     lab.wait(lambda: "*" in lab.prompt(1) and lab.pictures(1), "a live plot")
     time.sleep(3)
@@ -327,23 +335,23 @@ def by_hand(page: Page, address: str, shots: Path):
     lab.run(2)
     lab.done(2)
     second = int(lab.text(2).split()[2])
-    check(first < second < 60, "the next fit goes on from there")
+    check(first < second < 24, "the next fit goes on from there")
     page.locator("[data-command='notebook:restart-kernel']").first.click()
     page.locator(".jp-Dialog .jp-mod-accept").click()
     lab.wait(lambda: page.locator(".jp-Dialog").count() == 0, "the dialog goes", 30)
     lab.run(0)
     lab.done(0)
-    check(f"at step {second}" in lab.text(0), "a restarted kernel finds the step where it stopped")
     for i, what in ((3, "run.plot(); shows a picture"), (4, "and a later plt.plot still shows")):
         lab.run(i)
         lab.done(i)
         lab.cell(i).locator(".jp-OutputArea img").first.wait_for(timeout=20_000)
         check(True, what)
     page.screenshot(path=shots / "lab_own_plots.png")
-    for i in (1, 2, 5):
+    for i in (1, 2, 5, 6):
         lab.run(i)
         lab.done(i)
-    check(lab.text(2).startswith("stands at 60"), "and trains to the end")
+    check(f"[{second}]" in lab.text(6), "a restarted kernel goes on from the step where it stopped")
+    check(lab.text(2).startswith("stands at 24 of 24"), "and trains to the end")
     check(lab.cell(5).locator("table").count() == 1, "a trainer is shown as a table")
     page.screenshot(path=shots / "lab_own_end.png")
     check(not lab.errors(), "nothing of this shows an error or a warning")
