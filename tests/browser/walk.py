@@ -350,7 +350,9 @@ def by_hand(page: Page, address: str, shots: Path):
     for i in (1, 2, 5, 6):
         lab.run(i)
         lab.done(i)
-    check(f"[{second}.0]" in lab.text(6), "a restarted kernel goes on from the step where it stopped")
+    check(
+        f"[{second}.0]" in lab.text(6), "a restarted kernel goes on from the step where it stopped"
+    )
     check(lab.text(2).startswith("stands at 24 of 24"), "and trains to the end")
     check(lab.cell(5).locator("table").count() == 1, "a trainer is shown as a table")
     page.screenshot(path=shots / "lab_own_end.png")
