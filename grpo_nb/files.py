@@ -49,7 +49,7 @@ def write_atomic(
             e.filename = str(path)  # a full disk names none
         raise
 
-
+# %% ../nbs/ground/00_files.ipynb #6eab5cda
 def to_disk(path: str | Path) -> None:
     "Wait until a file, or what a folder lists, is on the disk."
     fd = os.open(path, os.O_RDONLY)
