@@ -4,10 +4,12 @@ import contextlib
 import json
 import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 
 from grpo_nb.cli import _open_block
@@ -340,6 +342,11 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
         (lambda p: p.encode(3), "a prompt is text"),
         (lambda p: p.encode([{"role": "user", "content": None}]), "a prompt is text"),
         (lambda p: TokenPolicy.from_pretrained("none", temprature=1), "Did you mean 'temperature'"),
+        (lambda p: TokenPolicy(p.model, p.tokenizer, temprature=1), "Did you mean 'temperature'"),
+        (lambda p: GRPO.from_config({"policy.model": "none"}, callback=[]), "Did you mean 'callbacks'"),
+        (lambda p: GRPO(p, ROWS, RIGHT, {"run.dir": ""}), "run.dir is empty"),
+        (lambda p: GRPO.from_config({"policy.model": "none", "run.dir": __file__}), "run.dir: .* is no folder"),
+        (lambda p: GRPO.from_config({"policy.model": "none", "run.dir": f"{__file__}/x"}), "run.dir: .* is no folder"),
         (lambda p: GRPO(p, ["1+1="], RIGHT), "must be a dict|prompt"),
     ],
 )  # fmt: skip
@@ -348,6 +355,17 @@ def test_mistakes_are_told_in_one_line_with_what_to_do(do, message, policy):
         do(policy)
         raise ValueError("nothing was refused") if "(?!" not in message else ValueError("fine")
     assert re.search(message, str(e.value)) and "\n" not in str(e.value)
+
+
+def test_adapters_made_in_several_threads_are_those_of_one_alone():
+    def adapters(_=None):
+        p = TokenPolicy.from_pretrained(data_path("tiny-llama"), lora={"r": 4})
+        return [x.flatten() for name, x in p.model.named_parameters() if "lora_A" in name]
+
+    before, alone = torch.get_rng_state(), torch.cat(adapters())
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(torch.cat(x), alone) for x in pool.map(adapters, range(12)))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_every_key_says_what_it_means():

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -277,6 +278,28 @@ def test_lock_goes_with_the_object(tmp_path):
     gc.collect()
     with Run.create(tmp_path / "r", resume=True) as run:
         assert run.events().kind.tolist() == ["start", "resume"]
+
+
+def test_any_thread_writes_and_closes_a_run(tmp_path):
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(Run.create, tmp_path / "r").result()
+        run.log(1, {"x": 1})
+        pool.submit(run.log, 2, {"x": 2}).result()
+    run.close()
+    with Run.create(tmp_path / "r", resume=True) as run:
+        assert len(run.frame()) == 2 and run.events().kind.tolist()[-2:] == ["close", "resume"]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_place_that_is_no_folder_is_named(tmp_path, resume):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "link").symlink_to("later")
+    for name in ("file", "file/run", "loop", "x" * 300):
+        with pytest.raises(ValueError, match="^run.dir: .* (is no folder|cannot be made)"):
+            Run.create(tmp_path / name, resume=resume)
+    Run.create(tmp_path / "link", resume=resume).close()
+    assert (tmp_path / "later/status.json").exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

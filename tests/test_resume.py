@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -439,6 +440,17 @@ def test_training_in_a_thread_cannot_catch_signals_and_does_not_try(tmp_path):
     worker.start()
     worker.join()
     assert found[0].step_done == 1
+
+
+def test_the_log_of_a_run_holds_nothing_of_another(tmp_path):
+    first, second = (make(tmp_path / name, "filter_groups.enable=true") for name in "ab")
+    first.fit(1)  # stays open
+    size = (tmp_path / "a/train.log").stat().st_size
+    with ThreadPoolExecutor(2) as pool:
+        both = pool.submit(second.fit, 1), pool.submit(make(tmp_path / "c").fit, 2)
+        assert [f.result().step_done for f in both] == [1, 2]
+    assert size and (tmp_path / "a/train.log").stat().st_size == size
+    assert (tmp_path / "b/train.log").stat().st_size and not (tmp_path / "c/train.log").exists()
 
 
 KILLS = {"plain": 10, "epochs": 8, "filter": 8, "curriculum": 8}

@@ -16,7 +16,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core import seeded
+from ..core import seed_globally, seeded
 from ..policies.diffusion import DiffusionPolicy
 from ..policies.samplers import Sampler, ddpm_sampler, per_row
 from ..tasks import Task
@@ -153,8 +153,7 @@ def pretrain(
 # %% ../../nbs/applications/motion.ipynb #ec081ca9
 def _new_model(cls: Callable, seed: int, **config) -> nn.Module:
     "A module whose first weights depend on `seed` alone; the global generator stays untouched."
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seed_globally(seed):
         return cls(**config)
 
 # %% ../../nbs/applications/motion.ipynb #52cd41a9

@@ -21,7 +21,7 @@ from fastcore.meta import delegates
 
 import grpo_nb.lab.report  # noqa: F401  gives a study its table, plot and report
 from ..config import check_number, one_of
-from ..files import Lock, plain, read_jsonl
+from ..files import Lock, plain, read_jsonl, writable
 from .frames import flat_keys
 from .plots import LivePlot, make_figure
 from .progress import display_mode
@@ -281,19 +281,6 @@ def _stored_study(store: Path, spec: Spec, if_changed: str) -> Study | None:
     say(f"{text}: training again.")
     return None
 
-# %% ../../nbs/lab/08_compare.ipynb #8f5845bf
-def _writable(name: str, path: str | Path, folder: bool = True) -> Path:
-    "A path that can be written: the end of a study is no time to learn that it cannot."
-    path = Path(path).resolve()
-    at = path if folder else path.parent
-    try:
-        at.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ValueError(f"{name}: {at} cannot be made: {e.strerror}.") from None
-    if not os.access(at, os.W_OK):
-        raise ValueError(f"{name}: {at} cannot be written to.")
-    return path
-
 # %% ../../nbs/lab/08_compare.ipynb #a40a6d48
 @delegates(Spec)
 def compare(
@@ -312,10 +299,11 @@ def compare(
     spec = Spec(variants=variants, base=base, **kwargs)
     check_number("workers", workers, 1, whole=True)
     one_of("if_changed", if_changed, ("train", "raise"))
-    store = store and _writable("store", store, folder=False)
+    if store is not None:
+        store = writable("store", Path(store).parent) / Path(store).name
     study = store and _stored_study(store, spec, if_changed)
     if study is None:
-        spec.dir = _writable("dir", dir)
+        spec.dir = writable("dir", dir)
         with ExitStack() as stack:
             stack.enter_context(Lock(spec.dir / "study.lock"))
             if executor is None and workers > 1:

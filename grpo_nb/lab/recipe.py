@@ -39,8 +39,8 @@ from grpo_nb.config import (
 )
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
-from ..files import hide_secrets, leaves, plain, refuse_hidden
-from .checkpoint import _check_seal, latest, read_state, versions
+from ..files import hide_secrets, leaves, plain, refuse_hidden, writable
+from .checkpoint import MANIFEST, _check_seal, latest, read_state, versions
 from .frames import flat_keys
 from .record import is_run
 from grpo_nb.lab.session import (
@@ -213,7 +213,9 @@ def read_tree(
     except IsADirectoryError:
         raise ValueError(f"{recipe} is a folder: give the recipe file in it.") from None
     except (OmegaConfBaseException, UnicodeError, OSError, TypeError, YAMLError) as e:
-        raise ValueError(f"{recipe or 'overrides'} cannot be read: {e}") from None
+        raise ValueError(
+            f"{recipe or 'overrides'} cannot be read: {' '.join(str(e).split())}"
+        ) from None
 
 # %% ../../nbs/lab/03_recipe.ipynb #12b3559e
 def _refuse_resolvers(tree: Mapping, recipe: str) -> None:
@@ -365,8 +367,12 @@ def from_config(
     **kwargs,  # reference, callbacks
 ) -> GRPO:
     "Model, tasks and rewards as the configuration names them."
+    for name in kwargs:
+        one_of("argument of GRPO", name, inspect.signature(cls).parameters)
     check_callbacks(kwargs.get("callbacks", ()))
     config = config if isinstance(config, GRPOConfig) else override(GRPOConfig(), config)
+    if "run.dir" in given_keys(config):
+        writable("run.dir", config.run.dir or ".", make=False)
     parts = {"policy": policy, "tasks": tasks, "rewards": rewards, "eval_tasks": eval_tasks}
     names = {"policy": "policy.", "tasks": "tasks.", "rewards": "rewards.functions."}
     refuse_hidden(config_tree(config), tuple(names[k] for k in names if parts[k] is not None))
@@ -505,10 +511,21 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
 GRPO.accompany(_refuse_dead_keys)
 
 # %% ../../nbs/lab/03_recipe.ipynb #eca4d734
-def _read_checkpoint(path: str | Path) -> tuple[Path, dict]:
+def _read_checkpoint(
+    path: str | Path,  # a checkpoint, a folder of checkpoints, or a run directory
+) -> tuple[Path, dict]:
     "The newest whole checkpoint there, and its state."
-    folder = _find_checkpoint(path)
-    _warn_of_versions(folder)
+    root = Path(path)
+    inside = root / "checkpoints" if (root / "checkpoints").is_dir() else root
+    folder = root if (root / MANIFEST).exists() else latest(inside)
+    if folder is None:
+        raise ValueError(f"No whole checkpoint in {str(path)!r}.")
+    told, now = _check_seal(folder)["versions"], versions()
+    if odd := [f"{k} {v} -> {now.get(k)}" for k, v in told.items() if now.get(k) != v]:
+        warnings.warn(
+            f"{folder.name} was written with other versions ({', '.join(odd)}): it continues, but perhaps not bit for bit.",
+            stacklevel=4,
+        )
     return folder, read_state(folder, make_task=Task)
 
 
@@ -547,19 +564,6 @@ def load(
         trainer.session.resumed_run = run
     return trainer
 
-# %% ../../nbs/lab/03_recipe.ipynb #adef7afb
-def _find_checkpoint(
-    path: str | Path,  # a checkpoint, a folder of checkpoints, or a run directory
-) -> Path:
-    "The newest whole checkpoint there."
-    path = Path(path)
-    if (path / "manifest.json").exists():
-        return path
-    found = latest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    if found is None:
-        raise ValueError(f"No whole checkpoint in {str(path)!r}.")
-    return found
-
 # %% ../../nbs/lab/03_recipe.ipynb #5e1f0c3a
 def _check_same_parts(stored: Mapping, now: Mapping, given: Sequence[str]) -> None:
     "Refuse to go on with other tasks or another tokenizer than those of the run, unless they are passed or set."
@@ -573,15 +577,4 @@ def _check_same_parts(stored: Mapping, now: Mapping, given: Sequence[str]) -> No
         raise ValueError(
             f"{what} of the run were {before}, and what the configuration names is now {after}. Give those of the run, "
             f"GRPO.load(path, {part}=...), or set {part}.* to say that others are meant."
-        )
-
-# %% ../../nbs/lab/03_recipe.ipynb #b66e952e
-def _warn_of_versions(folder: Path):
-    "Say if a checkpoint was written with other versions; refuse a damaged one."
-    told, now = _check_seal(folder)["versions"], versions()
-    odd = [f"{k} {v} -> {now.get(k)}" for k, v in told.items() if now.get(k) != v]
-    if odd:
-        warnings.warn(
-            f"{folder.name} was written with other versions ({', '.join(odd)}): it continues, but perhaps not bit for bit.",
-            stacklevel=3,
         )

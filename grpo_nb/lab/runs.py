@@ -42,6 +42,7 @@ from grpo_nb.files import (
 from .budgets import Budget, Samples, Seconds, Steps
 from .frames import flat_keys
 from .recipe import GRPOConfig, open_rewards
+from .record import _read_tree
 from ..metrics import COUNTERS
 from .log_importers import OURS
 from .session import CheckpointConfig
@@ -324,8 +325,8 @@ def _start_scores(job: Job, evaluate: Callable[[], dict]) -> dict:
     used = lambda k: not k.startswith(own) or k.removeprefix(own) in policy
     sources = {k: v for k, v in job.sources.items() if used(k)}
     file = Path(job.folder, f"start-{digest([base, policy, job.seed, sources])}.json")
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(file.read_text())
+    if scores := _read_tree(file):
+        return scores
     scores = evaluate()
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(finite(scores)))
@@ -395,8 +396,5 @@ def run_job(job: Job) -> dict:
 # %% ../../nbs/lab/06_runs.ipynb #e3967dcc
 def finished(job: Job) -> dict | None:
     "The stored result of a job that needs no second run."
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        result = json.loads((job.dir / "result.json").read_text())
-        if result["key"] == job.key and result["status"] == "done":
-            return result
-    return None
+    result = _read_tree(job.dir / "result.json") if job.dir else {}
+    return result if (result.get("key"), result.get("status")) == (job.key, "done") else None

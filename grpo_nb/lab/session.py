@@ -60,6 +60,10 @@ class RunConfig:
     tensorboard: bool = False  # event files in the run directory; needs the package tensorboard
     progress: bool = True  # show a bar
 
+    def __post_init__(self):
+        if self.dir == "":
+            raise ValueError("run.dir is empty: name a folder, or null for no record.")
+
 # %% ../../nbs/lab/02_session.ipynb #def88f8f
 @configuration
 class CheckpointConfig:
@@ -157,6 +161,9 @@ def on_fit_start(self: Session, trainer: GRPO):
     saves = self.run is not None and self.setting("checkpoint").at_end
     then = "saving a checkpoint" if saves else "stopping without a checkpoint"
     self.interrupts = Interrupts(lambda name: setattr(trainer, "stop", name), then)
+    if self.run is not None:
+        self.log.thread = threading.get_ident()
+        logging.getLogger("grpo_nb").addHandler(self.log)
     self.interrupted = None
     self.fitting = True
 
@@ -168,6 +175,8 @@ def on_fit_end(self: Session, trainer: GRPO):
         return
     self.fitting = False
     self.interrupts.close()
+    if self.run is not None:
+        logging.getLogger("grpo_nb").removeHandler(self.log)
     if self.bar is not None:
         self.bar.close()
         self.bar = None
@@ -282,7 +291,7 @@ def _say_broken_off(self: Session):
             "fit() goes on with new samples."
         )
         return
-    found = self._last_checkpoint()
+    found = self.run and latest(self.run.dir / "checkpoints")
     go_on = "build the trainer again: nothing of it is on the disk"
     if found is not None:
         go_on = f"GRPO.load({str(found)!r}) goes on from the last checkpoint, which is whole"
@@ -478,12 +487,6 @@ def _open_run(self: Session) -> Mapping | None:  # the state that was loaded
     if self.run is not None or not folder:
         return None
     again = self.resumed_run is not None or c.if_exists == "resume" and is_run(folder)
-    if is_run(folder) and not again and c.if_exists == "raise":
-        goes_on = "" if trainer.step_done else " or run.if_exists=resume"
-        raise FileExistsError(
-            f"{str(folder)!r} holds a run. To continue it: GRPO.load({str(folder)!r}){goes_on}; for a run beside it: "
-            "run.if_exists=number, or another run.dir."
-        )
     run = _locked_run(trainer, c, folder, again)
     if again and self.resumed_run is None:
         try:
@@ -503,26 +506,26 @@ def _open_run(self: Session) -> Mapping | None:  # the state that was loaded
 
 # %% ../../nbs/lab/02_session.ipynb #8ecc23ae
 class _Log(logging.FileHandler):
-    "A log without secrets; a full disk ends nothing."
+    "A log of one `fit`, without secrets; a full disk ends nothing."
 
     def format(self, record) -> str:
         return hide_secrets(super().format(record), known=self.secrets)
 
     def emit(self, record):
-        with contextlib.suppress(OSError):
-            super().emit(record)
+        if record.thread == self.thread:  # in others, other runs may train
+            with contextlib.suppress(OSError):
+                super().emit(record)
 
 
 @patch
 def _open_log(self: Session):
-    "Messages of the package go to train.log as well."
+    "While `fit` runs, messages of the package go to train.log as well."
     self.log = _Log(self.run.dir / "train.log", delay=True, encoding="utf-8")
     self.log.secrets = self.run._secrets
     self.log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     package = logging.getLogger("grpo_nb")
     if not package.hasHandlers():  # with a file alone nobody would see a warning
         package.addHandler(logging.lastResort)
-    package.addHandler(self.log)
     package.setLevel(logging.INFO)
 
 # %% ../../nbs/lab/02_session.ipynb #051e7a55
@@ -638,17 +641,11 @@ def _save_due(self: Session, end: bool) -> bool:
     new = self.between_batches or step != self.saved_step
     return bool(new and (late or due or end and (c.at_end or self.unsaved)))
 
-# %% ../../nbs/lab/02_session.ipynb #9e3b07fa
-@patch
-def _last_checkpoint(self: Session) -> Path | None:  # None: nothing to go on from
-    "The newest whole checkpoint of the run."
-    return None if self.run is None else latest(self.run.dir / "checkpoints")
-
 # %% ../../nbs/lab/02_session.ipynb #e2f6b5f0
 @patch
 def _how_to_go_on(self: Session) -> str:
     "What a new process does to continue this run."
-    found = self._last_checkpoint()
+    found = self.run and latest(self.run.dir / "checkpoints")
     if found is not None:
         step, dir = _check_seal(found)["step"], self.run.dir
         at = "" if step == self.trainer.step_done else f" from step {step}, the last checkpoint,"
@@ -685,7 +682,6 @@ def close(
     if hasattr(self.stream, "close"):
         self.stream.close()
     if session.run is not None:
-        logging.getLogger("grpo_nb").removeHandler(session.log)
         session.log.close()
         session.closed = True
         session.run.close(state)

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import tempfile
-import threading
 import warnings
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from ..config import one_of
-from ..core import seed_of
+from ..core import ONE_THREAD, seed_globally, seed_of
 from ..tasks import data_path
 
 # %% ../../nbs/method/02_policies.loading.ipynb #fc4e9312
@@ -67,9 +66,6 @@ def _find_device(
         raise ValueError(f"device={str(name)!r} cannot be used here ({about}). Use cpu.") from None
 
 # %% ../../nbs/method/02_policies.loading.ipynb #7e95032f
-_reading = threading.Lock()  # transformers replaces functions of its own while it reads a model
-
-
 def _read(source, dtype: torch.dtype, **file) -> tuple:
     "Model and tokenizer as transformers reads them, without running code of theirs."
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -80,7 +76,7 @@ def _read(source, dtype: torch.dtype, **file) -> tuple:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **file)
         part = "model"
-        with _reading:
+        with ONE_THREAD:  # transformers replaces functions of its own meanwhile
             model, found = AutoModelForCausalLM.from_pretrained(
                 source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **file
             )
@@ -213,9 +209,8 @@ def add_lora(
         raise ValueError("The model has adapters, and those are trained: leave lora out.")
     options = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"} | options
     seed = options.pop("seed", 0)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with seed_globally(seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tied layers: see `merge_lora`
-        torch.manual_seed(seed)
         try:
             config = LoraConfig(**options)
             if config.lora_dropout or config.layer_replication:

@@ -60,7 +60,9 @@ class TokenPolicy:
         lora: dict | None = None,  # train low-rank additions only, see `add_lora`
         autocast: str | None = None,  # "bfloat16": compute in it; log-probs stay in fp32
         engine: Any = None,  # a server that samples, or {"kind": "vllm", "url": ...}
+        **unknown,  # refused
     ):
+        _check_options(unknown)
         if not temperature > 0:
             raise ValueError(
                 f"temperature must be > 0 (greedy decoding is sample(..., greedy=True)), got {temperature}."
@@ -117,6 +119,14 @@ class TokenPolicy:
         return self.max_new_tokens if self.engine is None else None
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #d1eca90c
+def _check_options(options: Mapping):
+    "Refuse what is no option of a token policy."
+    parameters = inspect.signature(TokenPolicy).parameters.values()
+    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    for name in options:
+        one_of("option of TokenPolicy", name, known)
+
+
 def _stop_ids(stop: int | str | list | None, tokenizer) -> list[int]:
     "Token ids of stops that are ids or texts."
     found = []
@@ -178,8 +188,7 @@ def from_pretrained(
     **kwargs,  # further arguments of TokenPolicy
 ) -> TokenPolicy:
     "Load model and tokenizer, see `load_model`."
-    for key in kwargs:
-        one_of("option of TokenPolicy", key, inspect.signature(cls).parameters)
+    _check_options(kwargs)
     engine = _open_engine(kwargs.pop("engine", None))  # a server that is not there is told first
     policy = cls(*load_model(source, dtype, device), engine=engine, **kwargs)
     policy.source = str(source)
