@@ -106,9 +106,7 @@ class GRPOConfig(TrainerConfig):
     "Everything that defines a run."
 
     threads: Count | None = None  # torch threads; None leaves them alone
-    application: str | None = (
-        None  # motion or movielens: its policy, tasks, rewards; None: as below
-    )
+    application: str | None = None  # motion or movielens: its parts; None: as named below
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
