@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import secrets
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -37,7 +38,7 @@ def write_atomic(
 ) -> None:
     "Replace a file in one step; what is written is on the disk, a power cut leaves the old or the new one."
     path = Path(path)
-    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # threads may write alike
     try:
         with open(new, "wb") as f:
             f.write(data.encode() if isinstance(data, str) else data)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.files import Lock, RunLocked, _repair_tail, json_line, read_jsonl
+from grpo_nb.files import Lock, RunLocked, _repair_tail, json_line, read_jsonl, write_atomic
 from grpo_nb.lab import record
 from grpo_nb.lab.diagnosis import diagnose
 from grpo_nb.lab.frames import _metric_row
@@ -288,6 +288,12 @@ def test_any_thread_writes_and_closes_a_run(tmp_path):
     run.close()
     with Run.create(tmp_path / "r", resume=True) as run:
         assert len(run.frame()) == 2 and run.events().kind.tolist()[-2:] == ["close", "resume"]
+
+
+def test_threads_may_replace_one_file_at_once(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: write_atomic(tmp_path / "x", bytes([i]) * 1000), range(200)))
+    assert len(set((tmp_path / "x").read_bytes())) == 1 and len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("resume", [False, True])
