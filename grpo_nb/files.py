@@ -51,7 +51,7 @@ def write_atomic(
             e.filename = str(path)  # a full disk names none
         raise
 
-
+# %% ../nbs/ground/00_files.ipynb #6eab5cda
 def writable(
     name: str,  # of the argument, for the message
     path: str | Path,  # a folder

@@ -109,7 +109,7 @@ class Run:
 
     def __init__(self, dir: str | Path):
         self.dir = Path(dir)
-        self._lock = self._mirror = self._last = None
+        self._lock = self._mirror = self._board = self._last = None
         self._files, self._warned, self._secrets = {}, set(), []
         self._status, self._status_at = {}, 0.0
         for path in self.dir.glob("*"):
@@ -235,6 +235,13 @@ def frame_of(run: Any):
     return run.frame() if isinstance(run, Run) else run
 
 # %% ../../nbs/lab/01_record.ipynb #ab71eb5d
+def _scalars(row: Mapping) -> dict:
+    "A row whose lists are entries of their own, name/0, name/1 and so on."
+    lists = {k: v for k, v in row.items() if isinstance(v, list)}
+    flat = {f"{k}/{i}": x for k, v in lists.items() for i, x in enumerate(v)}
+    return {k: v for k, v in row.items() if k not in lists} | flat
+
+
 class _WandbMirror:
     "Sends what a run logs to wandb as well; any failure turns it off and is reported once."
 
@@ -268,10 +275,8 @@ class _WandbMirror:
 @patch
 def log(self: _WandbMirror, row: Mapping) -> None:
     if self.run is not None:
-        lists = {k: v for k, v in row.items() if isinstance(v, list)}
-        flat = {f"{k}/{i}": x for k, v in lists.items() for i, x in enumerate(v)}
         with self.guard("log"):
-            self.run.log({k: v for k, v in row.items() if k not in lists} | flat)
+            self.run.log(_scalars(row))
 
 
 @patch
@@ -291,6 +296,30 @@ def close(self: _WandbMirror, exit_code: int) -> None:
         with self.guard("finish"):
             self.run.finish(exit_code=exit_code)
         self.run = None
+
+# %% ../../nbs/lab/01_record.ipynb #d4b0e332
+class _Board:
+    "What TensorBoard shows of a run."
+
+    def __init__(self):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError(
+                "run.tensorboard needs the package tensorboard: pip install tensorboard, or set it to false."
+            ) from None
+        self.open, self.writer, self.dir = SummaryWriter, None, None
+
+    def log(self, row: Mapping) -> None:
+        if self.writer is None:
+            self.writer = self.open(str(self.dir), purge_step=row["step"])
+        for name, value in _scalars(row).items():
+            if value is not None and name != "step":
+                self.writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
 
 # %% ../../nbs/lab/01_record.ipynb #961f230e
 @patch
@@ -376,6 +405,7 @@ def create(
     name: str | None = None,  # shown name; default the directory's
     resume: bool = False,  # continue the run if there is one
     wandb: str | dict | None = None,  # "offline", "online" or arguments of wandb.init
+    tensorboard: bool = False,  # event files in the folder `tensorboard`, by torch's SummaryWriter
     if_exists: str = "raise",  # or "number": take dir-2, dir-3, ...
     seeds: Any = None,  # stored in environment.json
     parts: Any = None,  # what is trained on what, also stored there
@@ -383,6 +413,7 @@ def create(
     "A new run, or with `resume` the one that is there."
     one_of("if_exists", if_exists, ("raise", "number"))
     writable("run.dir", dir, make=False)
+    board = _Board() if tensorboard else None
     dir, given = Path(dir), plain({} if config is None else config)
     config = hide_secrets(given)
     if not isinstance(config, dict):
@@ -396,6 +427,8 @@ def create(
         with contextlib.suppress(*[RunLocked] * numbered):  # another has just begun there
             run._start(new=not again)
     run._describe(config, name or run.dir.name, seeds, parts)
+    if board is not None:
+        run._board, board.dir = board, run.dir / "tensorboard"
     if wandb:
         told = config | ({} if parts is None else {"parts": plain(parts)})
         args = dict(dir=str(run.dir), name=run.name, config=told)
@@ -454,6 +487,8 @@ def log(
         self.mark()
     if self._mirror is not None:
         self._mirror.log(row)
+    if self._board is not None:
+        self._board.log(row)
 
 # %% ../../nbs/lab/01_record.ipynb #deca60e6
 @patch
@@ -512,6 +547,8 @@ def close(
             state = {None: "finished", "running": "stopped"}.get(was, was)
     if self._mirror is not None:
         self._mirror.close(exit_code=int(state == "failed"))
+    if self._board is not None:
+        self._board.close()
     self.event("close", state=state, step=self._last)
     self.mark(state)
     try:
