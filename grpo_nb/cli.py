@@ -371,10 +371,8 @@ def _run_command(a: argparse.Namespace) -> int:
     else:
         if a.command == "demo":
             workers = a.threads if a.workers is None else a.workers
-            reported = lambda folder: (folder / "report.html").exists()
-            finished = _demo(
-                free_path(a.dir or "runs/demo", reported), a.overrides, workers=workers
-            )
+            dir = free_path(a.dir or "runs/demo", lambda x: (x / "report.html").exists())
+            finished = _demo(dir, a.overrides, workers=workers)
         else:
             how = {"dir": a.dir, "workers": a.workers, "threads": a.threads}
             finished = _compare(a.recipe, a.overrides, **how)[1] is not None

@@ -21,7 +21,7 @@ from ..evaluate import Scores
 from .frames import flat_keys, _rows_to_frame, _sample_view
 from .plots import LivePlot, plot_run, show_in_cell
 from .progress import display_mode
-from .record import _metric_row
+from .record import Run, _metric_row
 from .session import functions_in, sample_table
 from ..trainer import GRPO, TrainerConfig
 
@@ -150,13 +150,11 @@ def _group(samples, place: int | None = None) -> str:
     at = groups.index(one["group"].iloc[0]) + 1
     prompt = _text(one["prompt"].iloc[0])
     alone = "reward" if "rewards/reward" not in one else ""
-    single = [c for c in one if c.startswith("rewards/")] if scored else []
-    hidden = {"step", "group", "prompt", *([alone] if len(single) == 1 else ())}
+    single = scored and sum(c.startswith("rewards/") for c in one) == 1
+    hidden = {"step", "group", "prompt", *([alone] if single else ())}
     table = one[[c for c in one if c not in hidden]]
-    return _table(
-        table.rename(columns=lambda c: c.removeprefix("rewards/")),
-        f"Group {at} of {len(groups)}: {prompt}",
-    )
+    table = table.rename(columns=lambda c: c.removeprefix("rewards/"))
+    return _table(table, f"Group {at} of {len(groups)}: {prompt}")
 
 
 @patch
@@ -183,10 +181,21 @@ def browse(
     interact(look, step=sorted(set(frame["step"])), group=(1, int(most)))
 
 # %% ../../nbs/lab/03_display.ipynb #4b2c3578
-@patch
-def _repr_html_(self: GRPO) -> str:
+def _facts(about: Mapping, caption: str) -> str:
     import pandas as pd
 
+    return _table(pd.DataFrame({"": about.keys(), " ": map(str, about.values())}), caption)
+
+
+@patch
+def _repr_html_(self: Run) -> str:
+    last = self.frame().tail(1).filter(_Live.panels)
+    numbers = {k: f"{v:.4g}" for k, (v,) in last.items()}
+    return _facts(self.status | numbers | {"folder": self.dir}, f"Run {self.name}")
+
+
+@patch
+def _repr_html_(self: GRPO) -> str:
     c, row = self.config, self.history[-1] if self.history else {}
     about = {"policy": self.policy, "tasks": getattr(self.stream, "tasks", self.stream)}
     weights = zip(self.rewards.components, self.weights)
@@ -197,8 +206,7 @@ def _repr_html_(self: GRPO) -> str:
     about["last step"] = ", ".join(f"{k} {v:.3g}" for k, v in last.items())
     if getattr(self, "run", None) is not None:
         about["record"] = self.run.dir
-    table = pd.DataFrame({"": about.keys(), " ": [str(v) for v in about.values()]})
-    return _table(table, f"GRPO, step {self.step_done} of {c.steps}")
+    return _facts(about, f"GRPO, step {self.step_done} of {c.steps}")
 
 # %% ../../nbs/lab/03_display.ipynb #a2bf0c65
 def _changed(config: TrainerConfig) -> dict[str, Any]:
@@ -212,20 +220,13 @@ def _repr_html_(self: TrainerConfig) -> str:
     import pandas as pd
 
     tree, changed = flat_keys(config_tree(self)), _changed(self)
-    rows = describe(type(self))
-    known = [r["key"] for r in rows if r["key"] in tree]
-    meaning = {r["key"]: r["meaning"] for r in rows}
-    own = [k for k in changed if k not in known]
-    rows = [
-        {
-            "key": k,
-            "value": str(changed.get(k, tree.get(k))),
-            "": "*" if k in changed else "",
-            "meaning": meaning.get(k),
-        }
-        for k in [*own, *known]
-    ]
-    return _table(pd.DataFrame(rows), f"{type(self).__name__}; * differs from the default", 400)
+    meaning = {r["key"]: r["meaning"] for r in describe(type(self))}
+    keys = [k for k in changed if k not in meaning] + [k for k in meaning if k in tree]
+    table = pd.DataFrame({"key": keys})
+    table["value"] = [str(changed.get(k, tree.get(k))) for k in keys]
+    table[""] = ["*" * (k in changed) for k in keys]
+    table["meaning"] = [meaning.get(k) for k in keys]
+    return _table(table, f"{type(self).__name__}; * differs from the default", 400)
 
 
 @patch

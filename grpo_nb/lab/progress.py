@@ -41,8 +41,7 @@ def _glance(metrics: Mapping[str, Any]) -> dict[str, str]:
     out = {}
     for name, label in _GLANCE.items():
         value = metrics.get(name)
-        if isinstance(value, (list, tuple)):
-            value = value[-1] if value else None
+        value = (value or [None])[-1] if isinstance(value, (list, tuple)) else value
         if value is not None and float("-inf") < float(value) < float("inf"):
             out[label] = f"{float(value):.3g}"
     return out
@@ -65,8 +64,7 @@ class Progress:
         self.total, self.start, self.done = total, start, start
         self.mode = mode or display_mode()
         self.every, self.clock = every, clock
-        self.begun, self.shown = clock(), None
-        self.bar = None
+        self.begun, self.shown, self.bar = clock(), None, None
         if self.mode in ("notebook", "terminal"):
             from tqdm.auto import tqdm
 

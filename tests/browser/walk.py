@@ -356,7 +356,7 @@ def by_hand(page: Page, address: str, shots: Path):
     check(lab.text(2).startswith("stands at 24 of 24"), "and trains to the end")
     check(lab.cell(5).locator("table").count() == 1, "a trainer is shown as a table")
     page.screenshot(path=shots / "lab_own_end.png")
-    check(not lab.errors(), "nothing of this shows an error or a warning")
+    check(not lab.errors(), "nothing of this shows an error or a warning" + "; ".join(lab.errors()))
 
 
 def main(jupyter: str, shots: str, record: str, *parts: str):
