@@ -32,7 +32,8 @@ def frame(self: GRPO):
     first = self.step_done - len(self.history) + 1
     stop = self.config.update.kl_stop
     limit = stop.target and stop.target * (stop.factor or 1.0)
-    rows = [_metric_row(first + i, row) for i, row in enumerate(self.history)]
+    rows = enumerate(self.history, first)  # those of a resumed run know their step
+    rows = [_metric_row(i, {k: v for k, v in row.items() if k != "step"}) for i, row in rows]
     return _rows_to_frame(rows, kl_limit=limit)
 
 
