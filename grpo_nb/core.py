@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['ONE_THREAD', 'Groups', 'group_centre', 'GroupStats', 'group_stats', 'weighted_sum', 'masked_sum', 'masked_mean',
            'Registry', 'seed_of', 'seeded', 'seed_globally', 'Rollout', 'index_of', 'pad_to', 'concat', 'in_shares',
-           'rollout_to_state', 'rollout_from_state', 'minibatches', 'Policy', 'sample_in_shares', 'check_finite']
+           'weights_at_hand', 'rollout_to_state', 'rollout_from_state', 'minibatches', 'Policy', 'sample_in_shares',
+           'check_finite']
 
 # %% ../nbs/method/00_core.ipynb #d55f1d33
 import contextlib
@@ -491,6 +492,11 @@ def in_shares(
         return found
     return found[torch.cat([at for _, at in parts]).argsort()].replace(group_N=whole.group_N)
 
+# %% ../nbs/method/00_core.ipynb #c9ab98a6
+def weights_at_hand(policy: Any) -> contextlib.AbstractContextManager:
+    "Inside, a policy with sharded weights runs without the other processes, which enter together with this one."
+    return getattr(policy, "gathered", contextlib.nullcontext)()
+
 # %% ../nbs/method/00_core.ipynb #a0c2b248
 def rollout_to_state(
     rollout: Rollout,  # what to store
@@ -566,13 +572,14 @@ def sample_in_shares(
 
     if size == 1:
         return sample(generator)
-    if draws is None:
-        common = torch.randint(2**62, (), generator=generator, device=device)
-        return sample(seeded(int(common), "process", rank, device=device))
-    pass_over(mine.start)
-    found = sample(generator)
-    pass_over(len(tasks) - mine.stop)
-    return found
+    with weights_at_hand(policy):
+        if draws is None:
+            common = torch.randint(2**62, (), generator=generator, device=device)
+            return sample(seeded(int(common), "process", rank, device=device))
+        pass_over(mine.start)
+        found = sample(generator)
+        pass_over(len(tasks) - mine.stop)
+        return found
 
 # %% ../nbs/method/00_core.ipynb #8affe84a
 def check_finite(

@@ -108,7 +108,8 @@ def merge_rows(
     for name in dict.fromkeys(k for row in rows for k in row):
         x = np.array([row.get(name, math.nan) for row in rows], dtype=float)
         has = ~np.isnan(x)
-        w = has.astype(float) if weights is None else np.asarray(weights, dtype=float)
+        counts = [row.get(f"{name}/n_logged", 1.0) for row in rows]  # of values behind a mean
+        w = has * np.asarray(counts if weights is None else weights, dtype=float)
         if name in sums or "/n_" in name:
             found[name] = float(np.nansum(x))
         elif name.endswith("max_ms"):

@@ -185,6 +185,7 @@ def _stop_if_most_fail(self: _RewardRecord, name: str, error: BaseException | No
 def _outcome_metrics(self: _RewardRecord, table: np.ndarray) -> dict[str, float]:
     "How often each outcome occurred, by component, and its milliseconds per sample."
     out = {name: float(np.mean(x)) for name, x in self.metrics.items()}
+    out |= {f"{name}/n_logged": len(x) for name, x in self.metrics.items()}  # for `merge_rows`
     out["reward/n_no_component"] = int(np.isnan(table).all((1, 2)).sum())
     for name, outcomes, ms in zip(self.components, self.outcomes_RN, self.ms_RN):
         seen = Counter(outcomes)

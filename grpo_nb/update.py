@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .config import Count, NonNegative, Positive, configuration
-from .core import Groups, Policy, Rollout, minibatches
+from .core import Groups, Policy, Rollout, minibatches, weights_at_hand
 from grpo_nb.losses import (
     CORRECTIONS,
     LossConfig,
@@ -29,7 +29,7 @@ from grpo_nb.losses import (
     sampling_ratio,
     window_counts,
 )
-from .processes import add_up, gather, place
+from .processes import add_up, gather, place, whole
 
 # %% ../nbs/method/02_update.ipynb #69904b1b
 def update(
@@ -61,7 +61,9 @@ def update(
             _drop_gradients(policy)
             window = window_counts(batch["mask"][part], batch["kl_mask"][part], c.loss.count_empty)
             rows, seen = own_rows(rollout.lengths_N, part[~batch["skipped"][part]]), []
-            for micro in micro_batches(rollout.lengths_N, rows, steps_per_pass):
+            passes = micro_batches(rollout.lengths_N, rows, steps_per_pass)
+            idle = _idle_passes(policy, len(passes))
+            for micro in passes:
                 piece = rollout[micro]
                 logp_NS, entropy_NS = _logp_and_entropy(c, policy, piece)
                 x = _rows(batch, micro, logp_NS.device)
@@ -72,6 +74,8 @@ def update(
                 )  # fmt: skip
                 loss.backward()
                 seen.append((metrics, *_distances(c, exact, piece, x, logp_NS.detach(), loss)))
+            for _ in range(idle):
+                (0 * policy.logp(rollout[part[:1]]).sum()).backward()
             row = {"epoch": epoch, "minibatch": i, "stopped": False, "skipped": False}
             row |= _row(c, seen, batch, part, exact, first=not out.rows)
             why, out.rows = c.kl_stop.exceeded(row, out.done), [*out.rows, row]
@@ -243,8 +247,10 @@ def rollout_logp(
     out_NS = torch.zeros_like(rollout.old_logp_NS)
     order = torch.argsort(Groups.of(rollout.group_N).index_N.cpu(), stable=True)
     mine = own_rows(rollout.lengths_N, order)
-    for rows in micro_batches(rollout.lengths_N, mine, _steps_per_pass(budget, policy, rollout)):
-        out_NS[rows] = policy.logp(rollout[rows]).to(out_NS)
+    with weights_at_hand(policy):
+        passes = micro_batches(rollout.lengths_N, mine, _steps_per_pass(budget, policy, rollout))
+        for rows in passes:
+            out_NS[rows] = policy.logp(rollout[rows]).to(out_NS)
     for rows, logp_NS in gather((mine, out_NS[mine])):  # of all processes
         out_NS[rows] = logp_NS.to(out_NS)
     return out_NS
@@ -453,6 +459,11 @@ def _metrics_of_nothing(c, batch) -> dict:
     return policy_loss(*args, entropy_NS=entropy)[1]
 
 # %% ../nbs/method/02_update.ipynb #3897d20f
+def _idle_passes(policy, passes: int) -> int:
+    "Sharded weights are put together by all processes in each pass: how many this one runs that count nothing."
+    return max(gather(passes)) - passes if getattr(policy, "sharded", False) else 0
+
+
 def _drop_gradients(policy):
     for p in policy.parameters():
         p.grad = None
@@ -463,8 +474,10 @@ def _step(c, policy, optimizer, row):
     params = list(policy.parameters())
     for p in params:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    add_up([p.grad for p in params])
-    row["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(params, c.max_grad_norm or math.inf))
+    if not getattr(policy, "sharded", False):  # else FSDP has added them up
+        add_up([p.grad for p in params])
+    norm = torch.nn.utils.clip_grad_norm_(params, c.max_grad_norm or math.inf)
+    row["grad_norm"] = float(whole(norm))
     row["skipped"] = not (math.isfinite(row["grad_norm"]) and math.isfinite(row["loss"]))
     if not row["skipped"]:
         optimizer.step()

@@ -78,6 +78,8 @@ class PolicyConfig:
     # compute in it (and set update.check_tol, e.g. 0.1)
     autocast: Literal["bfloat16"] | None = None
     engine: dict | None = None  # a server that samples: {kind: vllm, url: ...}, see `VLLMConfig`
+    gradient_checkpointing: bool = False  # activations again in the backward pass: less memory
+    shard: bool | None = None  # FSDP2 over the processes; None: as `accelerate launch` is set up
 
 # %% ../../nbs/lab/03_recipe.ipynb #8f4bc75b
 @configuration

@@ -8,7 +8,9 @@ __all__ = ['TokenPolicy', 'as_policy']
 # %% ../../nbs/method/03_policies.tokens.ipynb #052ca1a7
 import copy as copy_module
 import importlib
+import contextlib
 import inspect
+import os
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -32,6 +34,7 @@ from grpo_nb.policies.loading import (
     _stop_tokens,
     _unwrap_peft,
 )
+from ..processes import place, whole
 from ..tasks import Task, check_prompt
 from ..update import RatioMismatch, micro_batches
 
@@ -60,6 +63,9 @@ class TokenPolicy:
         lora: dict | None = None,  # train low-rank additions only, see `add_lora`
         autocast: str | None = None,  # "bfloat16": compute in it; log-probs stay in fp32
         engine: Any = None,  # a server that samples, or {"kind": "vllm", "url": ...}
+        gradient_checkpointing: bool = False,  # compute activations again in the backward pass
+        shard: bool
+        | None = None,  # FSDP2 over the processes; None: if `accelerate launch` asks for it
         **unknown,  # refused
     ):
         _check_options(unknown)
@@ -90,6 +96,10 @@ class TokenPolicy:
         self.system_prompt = system_prompt
         self.chunk_tokens = chunk_tokens
         self.share_prefix = share_prefix
+        self.gradient_checkpointing = gradient_checkpointing
+        if gradient_checkpointing:
+            _checkpoint_layers(model)
+        self.shard_asked, self.sharded = _asks_for_shards(shard, engine, self.lora), False
         self.engine = _open_engine(engine)
         if self.engine is not None:
             self.engine.attach(self)
@@ -140,6 +150,22 @@ def _stop_ids(stop: int | str | list | None, tokenizer) -> list[int]:
         found += ids
     return found
 
+# %% ../../nbs/method/03_policies.tokens.ipynb #4d088c74
+def _checkpoint_layers(model: nn.Module):
+    "Let transformers keep only what enters a layer; its name for that has changed in 5.x."
+    name = "activation_checkpointing_enable"
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")()
+
+
+def _asks_for_shards(shard: bool | None, engine: Any, lora: Any) -> bool:
+    "Whether weights are to be sharded: as told, or as `accelerate launch` is set up."
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" if shard is None else shard
+    if asked and (engine is not None or lora not in (None, False)):
+        raise ValueError(
+            "Sharded weights (FSDP2) go with neither policy.engine nor policy.lora: leave one out, or set policy.shard to false."
+        )
+    return asked
+
 # %% ../../nbs/method/03_policies.tokens.ipynb #c7a9ab24
 _ENGINES = {"vllm": ("grpo_nb.integrations.vllm", "VLLM")}  # imported when asked for
 
@@ -189,6 +215,7 @@ def from_pretrained(
 ) -> TokenPolicy:
     "Load model and tokenizer, see `load_model`."
     _check_options(kwargs)
+    _asks_for_shards(*(kwargs.get(k) for k in ("shard", "engine", "lora")))
     engine = _open_engine(kwargs.pop("engine", None))  # a server that is not there is told first
     policy = cls(*load_model(source, dtype, device), engine=engine, **kwargs)
     policy.source = str(source)
@@ -202,7 +229,8 @@ def save_pretrained(
 ):
     "Write model (safetensors) and tokenizer in transformers format, adapters added to the weights as `merge_lora` says."
     model = merge_lora(self.model) if self.lora else self.model
-    model.save_pretrained(path)
+    state = whole(model.state_dict()) if self.sharded else None
+    model.save_pretrained(path, state_dict=state)
     self.tokenizer.save_pretrained(path)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #bc8a58dd
@@ -262,6 +290,7 @@ def settings(self: TokenPolicy) -> dict:
         **{k: getattr(self, k) for k in names.split()},
         "lora": self.lora_options,
         "autocast": self.network.autocast,
+        "gradient_checkpointing": self.gradient_checkpointing,
         "engine": self.engine and self.engine.settings(),
     }
 
@@ -289,6 +318,51 @@ def copy(self: TokenPolicy) -> TokenPolicy:
     other.network = Network(other.model, self.network.autocast)
     other.engine = None  # it holds the weights of the policy in training
     return other
+
+# %% ../../nbs/method/03_policies.tokens.ipynb #72edff9e
+@patch
+def shard(self: TokenPolicy):
+    "Shard the weights over the processes, if that was asked for; all processes call it."
+    size, model = place()[1], self.model
+    if not self.shard_asked or self.sharded or size == 1:
+        return
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    mesh = torch.distributed.init_device_mesh(self.device.type, (size,))
+    kinds = set(model._no_split_modules or ())
+    for module in [m for m in model.modules() if type(m).__name__ in kinds] + [model]:
+        fully_shard(module, mesh=mesh)
+        module.set_gradient_divide_factor(1.0)  # a sum: the loss is divided by the whole batch
+        module.set_force_sum_reduction_for_comms(True)  # gloo has nothing else
+    model.scored = self._scored
+    register_fsdp_forward_method(model, "scored")
+    self.sharded = True
+    with torch.no_grad():  # torch finds out which module is the outermost
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device))
+    model.reshard()  # the outermost keeps its own weights after a pass
+
+
+@patch
+@contextlib.contextmanager
+def gathered(self: TokenPolicy):
+    "Inside, every process holds the whole weights; all processes enter and leave together."
+    parts = [m for m in self.model.modules() if hasattr(m, "unshard")] if self.sharded else []
+    for m in parts:
+        m.set_reshard_after_forward(False, recurse=False)
+        m.unshard()
+    try:
+        yield
+    finally:
+        for m in parts:
+            m.set_reshard_after_forward(m is not self.model, recurse=False)
+            m.reshard()
+
+
+@patch
+def _score(self: TokenPolicy, r: Rollout, entropy: bool) -> tuple[Tensor, ...]:
+    "`_scored`, as a pass of the model that torch shards."
+    run = self.model.scored if self.sharded and torch.is_grad_enabled() else self._scored
+    return run(r, entropy)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #f9041b3c
 @patch
@@ -595,7 +669,7 @@ def logp(
     rollout: Rollout,  # samples of a TokenPolicy
 ) -> Tensor:  # (N, S) float32, differentiable, 0 outside the mask
     "Log-probability of every completion token under the present weights."
-    return self._scored(rollout, entropy=False)[0]
+    return self._score(rollout, entropy=False)[0]
 
 
 @patch
@@ -604,13 +678,17 @@ def logp_entropy(
     rollout: Rollout,  # samples of a TokenPolicy
 ) -> tuple[Tensor, Tensor]:  # (N, S) each, float32, differentiable, 0 outside the mask
     "Log-probability of every completion token, and entropy (nats) of the distribution that it was drawn from."
-    return self._scored(rollout, entropy=True)
+    return self._score(rollout, entropy=True)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #e9dbc4a0
 @patch
 def _scored(self: TokenPolicy, r: Rollout, entropy: bool) -> tuple[Tensor, ...]:
     "Log-probs, and entropies if asked, from one pass."
     self.model.eval()
+    plain = torch.is_grad_enabled() and (self.gradient_checkpointing or self.sharded)
+    for layer in self.model.modules() if plain and self.gradient_checkpointing else ():
+        if hasattr(layer, "_gradient_checkpointing_func"):
+            layer.training = True  # this flag alone: what is inside has no dropout
     width = int(r.lengths_N.max())
     ids_NS = r.states["completion_ids"][:, :width].to(self.device)
     mask_NS = r.mask_NS[:, :width].to(self.device)
@@ -621,7 +699,7 @@ def _scored(self: TokenPolicy, r: Rollout, entropy: bool) -> tuple[Tensor, ...]:
     prompts = r.states["prompt_ids"]
     if several and not torch.equal(prompts[first_P][index_N], prompts):
         raise ValueError("A group holds different prompts: one group is one draw of one task.")
-    share = self.share_prefix and several and self.network.shares_cache
+    share = self.share_prefix and several and self.network.shares_cache and not plain
     hidden = self._hidden_shared if share else self._hidden_dense
     hidden_T = hidden(r, first_P, index_N.to(self.device), ids_NS, mask_NS)
     scores = self._token_scores(hidden_T, ids_NS[mask_NS], entropy)
