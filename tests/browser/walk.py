@@ -376,9 +376,13 @@ def main(jupyter: str, shots: str, record: str, *parts: str):
     lab = subprocess.run([jupyter, "lab", "--version"], capture_output=True, text=True)
     versions = {"chromium": version, "playwright": metadata.version("playwright")}
     versions |= {"jupyterlab": lab.stdout.strip(), "python": sys.version.split()[0]}
-    found = {"date": str(date.today()), "versions": versions, "checks": CHECKS}
-    if not parts:
-        Path(record).write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    known = json.loads(Path(record).read_text()) if Path(record).exists() else {}
+    known["+".join(parts or ("docs", "lab"))] = {
+        "date": str(date.today()),
+        "versions": versions,
+        "checks": CHECKS,
+    }
+    Path(record).write_text(json.dumps(known, indent=2, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
