@@ -384,8 +384,10 @@ def peak_memory_mb() -> float:
     "Largest memory so far, MiB: of this process's GPU, else of the process."
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
-    import resource  # not on Windows
-
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return math.nan
     unit = 1 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 

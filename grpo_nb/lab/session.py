@@ -199,11 +199,11 @@ def on_fit_end(self: Session, trainer: GRPO):
     except (CheckpointError, OSError):
         self.mark("failed")
         raise
-    bad = trainer.bad_steps >= trainer.config.max_bad_steps
+    bad = trainer.broken or trainer.bad_steps >= trainer.config.max_bad_steps
     if self.interrupted or bad:
         say(self._how_to_go_on())
-    done = trainer.step_done >= trainer.config.steps and not bad
-    self.mark("interrupted" if self.interrupted else "finished" if done else "stopped")
+    done = "finished" if trainer.step_done >= trainer.config.steps else "stopped"
+    self.mark("failed" if bad else "interrupted" if self.interrupted else done)
 
 # %% ../../nbs/lab/02_session.ipynb #7762591d
 @patch
