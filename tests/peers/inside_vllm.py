@@ -27,9 +27,9 @@ from grpo_nb.trainer import GRPO
 
 TINY = str(data_path("tiny-llama"))
 TASKS = Taskset.load(data_path("tasks/middle_train.jsonl"))
-KEYS = {"policy.max_new_tokens": 10, "train_batch_size": 16, "num_generations": 8, "steps": 20}
+KEYS = {"policy.max_new_tokens": 10, "train_batch_size": 16, "num_generations": 8, "steps": 40}
 KEYS |= {"optimizer.lr": 1e-4, "optimizer.warmup": 2, "run.progress": False}
-KEYS |= {"eval.samples": 2, "eval.limit": 100, "threads": 1}
+KEYS |= {"eval.samples": 8, "eval.limit": 100, "threads": 1}
 
 
 @contextlib.contextmanager
@@ -219,7 +219,8 @@ def main(python, out=None):
     after = {k: mean(v, "after") for k, v in found["learning"].items()}
     gain = {k: after[k] - mean(v, "before") for k, v in found["learning"].items()}
     print("held-out passes after training", after, "gained", gain)
-    assert abs(after["vLLM"] - after["ours"]) < 0.12  # 3 standard errors: 200 samples, 3 seeds
+    assert min(gain.values()) > 0
+    assert abs(after["vLLM"] - after["ours"]) < 0.06  # 4 standard errors: 800 samples, 3 seeds
     curves = [torch.tensor([r["reward"] for r in v]).mean(0) for v in found["learning"].values()]
     apart = (curves[0] - curves[1]).mean().abs()
     print(f"reward while training, mean over steps and seeds: {apart:.3f} apart")
