@@ -9,9 +9,12 @@ import time
 
 import psutil
 import pytest
+import torch
 
 from grpo_nb.files import read_jsonl
+from grpo_nb.lab.checkpoint import read_state
 from grpo_nb.lab.record import Run, is_timing
+from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import data_path
 
 RECIPE = str(data_path("recipes/quickstart.yaml"))
@@ -95,6 +98,15 @@ def test_an_interrupt_stops_all_with_one_checkpoint_and_one_process_goes_on(tmp_
         "The checkpoint is of 2 process(es), now there are 1" in (tmp_path / "out.txt").read_text()
     )
     assert [r["step"] for r in rows(tmp_path)] == list(range(1, done + 2))
+
+
+def test_a_sharded_run_leaves_a_whole_policy_and_one_process_goes_on(tmp_path):
+    assert start(2, tmp_path, "steps=1", "policy.shard=true").wait(240) == 0
+    stored = TokenPolicy.from_pretrained(tmp_path / "run" / "policy").state_dict()
+    state = read_state(tmp_path / "run" / "checkpoints" / "step_00000001")["policy"]
+    assert all(torch.equal(x, state[k]) for k, x in stored.items())
+    assert start(1, tmp_path, "steps=2", "run.if_exists=resume").wait(240) == 0
+    assert [r["step"] for r in rows(tmp_path)] == [1, 2]
 
 
 @pytest.mark.parametrize(

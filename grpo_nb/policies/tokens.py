@@ -227,9 +227,11 @@ def save_pretrained(
     self: TokenPolicy,
     path: str | Path,  # a folder, made if missing
 ):
-    "Write model (safetensors) and tokenizer in transformers format, adapters added to the weights as `merge_lora` says."
+    "Write model (safetensors) and tokenizer in transformers format, adapters added to the weights as `merge_lora` says; if the weights are sharded all processes call it, and the first writes."
     model = merge_lora(self.model) if self.lora else self.model
     state = whole(model.state_dict()) if self.sharded else None
+    if self.sharded and place()[0]:
+        return
     model.save_pretrained(path, state_dict=state)
     self.tokenizer.save_pretrained(path)
 
