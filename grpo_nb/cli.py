@@ -103,8 +103,8 @@ def _wind_up(trainer: GRPO, before: Scores | None) -> None:
     if after is not None:
         say(_score_table({"before": before, "after": after}))
     if run is None:
-        if getattr(trainer.policy, "sharded", False):  # its parts are put together by all
-            trainer.policy.save_pretrained("")
+        if getattr(trainer.policy, "sharded", False) and trainer.session.setting("run").dir:
+            trainer.policy.save_pretrained("")  # the first process writes, all put parts together
         return
     for when, scores in (("before", before), ("after", after)):
         if scores is not None:
