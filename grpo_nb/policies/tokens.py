@@ -11,7 +11,6 @@ import importlib
 import contextlib
 import inspect
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +32,8 @@ from grpo_nb.policies.loading import (
     merge_lora,
     _stop_tokens,
     _unwrap_peft,
+    upload,
+    write_adapter,
 )
 from ..processes import place, whole
 from ..tasks import Task, check_prompt
@@ -235,49 +236,17 @@ def save_pretrained(
     model.save_pretrained(path, state_dict=state)
     self.tokenizer.save_pretrained(path)
 
-# %% ../../nbs/method/03_policies.tokens.ipynb #bc8a58dd
+
 @patch
-def save_adapter(
-    self: TokenPolicy,  # with LoRA
-    path: str | Path,  # a folder, made if missing
-):
-    "Write what LoRA trained, and nothing else, in peft's format."
-    if not self.lora:
-        raise ValueError("This policy has no adapter: use save_pretrained, or train with lora={}.")
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
+def save_adapter(self: TokenPolicy, path: str | Path):
+    "Write what LoRA trained, and nothing else, in peft's format, see `write_adapter`."
+    write_adapter(self.model, path, self.source)
 
-    config = copy_module.copy(self.model.peft_config["default"])
-    config.base_model_name_or_path, config.task_type = self.source, "CAUSAL_LM"
-    config.inference_mode = True
-    config.save_pretrained(path)
-    weights = get_peft_model_state_dict(self.model, adapter_name="default")
-    weights = {f"base_model.model.{k}": v.contiguous() for k, v in weights.items()}
-    save_file(weights, Path(path, "adapter_model.safetensors"), metadata={"format": "pt"})
 
-# %% ../../nbs/method/03_policies.tokens.ipynb #3c8fcae4
 @patch
-def push_to_hub(
-    self: TokenPolicy,
-    repo: str,  # "owner/name", made if missing
-    private: bool = True,
-    **kwargs,  # of huggingface_hub's upload_folder, such as commit_message and token
-) -> str:  # address of the commit
-    "Upload model and tokenizer; a ValueError where the hub is switched off, cannot be reached or refuses."
-    from huggingface_hub import HfApi, constants
-
-    if constants.HF_HUB_OFFLINE:
-        raise ValueError(
-            "push_to_hub needs the network, and HF_HUB_OFFLINE is set: use save_pretrained."
-        )
-    api = HfApi(token=kwargs.pop("token", None))
-    try:
-        name = api.create_repo(repo, private=private, exist_ok=True).repo_id
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            return str(api.upload_folder(repo_id=name, folder_path=folder, **kwargs))
-    except Exception as e:  # of huggingface_hub, of its HTTP library and of the network
-        raise ValueError(f"push_to_hub {repo!r}: {' '.join(str(e).split())}") from e
+def push_to_hub(self: TokenPolicy, repo: str, private: bool = True, **kwargs) -> str:
+    "Upload what `save_pretrained` writes, see `upload`; the address of the commit."
+    return upload(self.save_pretrained, repo, private, **kwargs)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #49061332
 @patch
@@ -459,7 +428,7 @@ def _templated(self: TokenPolicy, prompt: str | list[dict]) -> str:
         messages, begun = messages[:-1], False
     return self._rendered(messages, add_generation_prompt=not begun, continue_final_message=begun)
 
-# %% ../../nbs/method/03_policies.tokens.ipynb #19bbb8f0
+
 @patch
 def _rendered(self: TokenPolicy, messages: list[dict], **end) -> str:
     try:
