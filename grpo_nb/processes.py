@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['place', 'share', 'PeerError', 'ProcessLost', 'gather', 'gather_results', 'of_first', 'add_up', 'copy_first', 'whole',
-           'sharded_like', 'join_processes', 'leave_processes', 'check_same', 'first_to_tell', 'end_with_parent', 'say']
+           'as_held', 'join_processes', 'leave_processes', 'check_same', 'first_to_tell', 'end_with_parent', 'say']
 
 # %% ../nbs/ground/00_processes.ipynb #f5836f89
 import contextlib
@@ -127,7 +127,7 @@ def whole(x: Any) -> Any:
     return x.full_tensor().cpu() if hasattr(x, "full_tensor") else x
 
 
-def sharded_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _sharded_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     "A whole tensor cut as `like` is, if that is sharded and of its shape."
     if not hasattr(like, "full_tensor") or getattr(x, "shape", None) != like.shape:
         return x
@@ -135,6 +135,21 @@ def sharded_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
     mesh, kind = like.device_mesh, {"dtype": x.dtype, "device": like.device}
     return distribute_tensor(x.to(**kind), mesh, like.placements)
+
+
+def as_held(
+    part: Any,  # a policy or an optimizer; any other part has nothing to cut
+    state: Mapping,  # whole
+) -> Mapping:
+    "The state of a part, weights and moments sharded where that part has them sharded."
+    if hasattr(part, "param_groups"):
+        params = [p for group in part.param_groups for p in group["params"]]
+        cut = lambda i, told: {k: _sharded_like(x, params[int(i)]) for k, x in told.items()}
+        return state | {"state": {i: cut(i, told) for i, told in state["state"].items()}}
+    if not getattr(part, "sharded", False):
+        return state
+    have = part.state_dict()
+    return {k: _sharded_like(x, have[k]) for k, x in state.items()}
 
 # %% ../nbs/ground/00_processes.ipynb #bd0d5403
 def join_processes() -> None:

@@ -47,7 +47,7 @@ from .evaluate import evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig, check_metrics, warn_of_shaping
 from .losses import kl_penalty
 from .metrics import Counters, History, completion_metrics, merge_rows, peak_memory_mb
-from .processes import copy_first, gather, join_processes, place, say, sharded_like, whole
+from .processes import as_held, copy_first, gather, join_processes, place, say, whole
 from .ranking import check_layouts, warn_cancelling_scales
 from .reward_runner import RewardConfig, RewardRunner
 from .rewards import passing_rewards
@@ -753,7 +753,7 @@ def load_state_dict(
     parts = self.parts()
     for name in ("rewards", "stream", "policy", "optimizer", "reference", "collector"):
         if name in state and name in parts:
-            parts[name].load_state_dict(self._as_held(name, state[name]))
+            parts[name].load_state_dict(as_held(parts[name], state[name]))
     o = self.config.optimizer  # the configuration may have been changed since
     for group in self.optimizer.param_groups:
         group |= {"betas": tuple(o.betas), "weight_decay": o.weight_decay}
@@ -770,25 +770,11 @@ def load_state_dict(
     self.policy_version = own["policy_version"]
     if (before := own.get("processes", 1)) != (now := place()[1]):
         drawn = "samples differ by rounding" if hasattr(self.policy, "draws") else "other samples"
-        say(
-            f"The checkpoint is of {before} process(es), now there are {now}: the same tasks, {drawn}."
-        )
+        said = f"The checkpoint is of {before} process(es), now there are {now}"
+        say(f"{said}: the same tasks, {drawn}.")
     selection, reward = list(own["selection"]), list(own["judged"])
     self.batch_rows = {"reward": reward, "selection": selection, "filter": {}}
     self.last = None
-
-# %% ../nbs/method/04_trainer.ipynb #7b192fa4
-@patch
-def _as_held(self: GRPO, name: str, state: Mapping) -> Mapping:
-    "The state of a part, weights and moments sharded where this trainer shards them."
-    if name in ("policy", "reference"):
-        have = getattr(self, name).state_dict()
-        return {k: sharded_like(x, have[k]) for k, x in state.items()}
-    if name != "optimizer":
-        return state
-    params = [p for group in self.optimizer.param_groups for p in group["params"]]
-    cut = lambda i, told: {k: sharded_like(x, params[int(i)]) for k, x in told.items()}
-    return state | {"state": {i: cut(i, told) for i, told in state["state"].items()}}
 
 # %% ../nbs/method/04_trainer.ipynb #de300a79
 @patch

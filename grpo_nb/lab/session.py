@@ -461,6 +461,12 @@ def open_run(self: GRPO):
 
 def _locked_run(trainer: GRPO, c: RunConfig, folder: str, again: bool) -> Run:
     "The run in a folder, new or gone on with; it has the lock: from here on nobody else writes."
+    if is_run(folder) and not again and c.if_exists == "raise":
+        goes_on = "" if trainer.step_done else " or run.if_exists=resume"
+        raise FileExistsError(
+            f"{str(folder)!r} holds a run. To continue it: GRPO.load({str(folder)!r}){goes_on}; for a run beside it: "
+            "run.if_exists=number, or another run.dir."
+        )
     tree = described(trainer)
     if again:  # how the record is kept is no part of what is compared
         tree["run"] = Run.open(folder).config.get("run", tree.get("run"))
