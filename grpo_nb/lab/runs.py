@@ -388,9 +388,7 @@ def run_job(job: Job) -> dict:
         job.dir.mkdir(parents=True, exist_ok=True)
         write_atomic(job.dir / "result.json", json.dumps(finite(result)))
         if result["status"] == "done" and job.base.checkpoint == CheckpointConfig():
-            shutil.rmtree(
-                job.dir / "run" / "checkpoints", ignore_errors=True
-            )  # nothing is left to resume
+            shutil.rmtree(job.dir / "run" / "checkpoints", ignore_errors=True)
     return result
 
 # %% ../../nbs/lab/06_runs.ipynb #e3967dcc
