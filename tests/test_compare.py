@@ -333,8 +333,9 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_trained(tmp_p
     kw = {"seeds": [0], "budget": Steps(1)}
     COUNTS["made"] = 0
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="dir: .*file cannot be made"):
+    with pytest.raises(ValueError, match="dir: .*file is no folder"):
         contest(dir=tmp_path / "file", **kw)
+    (tmp_path / "closed").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "closed")
     with pytest.raises(ValueError, match="store: .*closed cannot be written to"):
         contest(dir=tmp_path / "d", store=tmp_path / "closed" / "s.json", **kw)

@@ -8,6 +8,7 @@ import pytest
 
 from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
+from grpo_nb.lab.record import is_timing
 
 BASE = {
     "policy": {"max_new_tokens": 6},
@@ -23,8 +24,7 @@ def study(folder, **kwargs):
 
 
 def numbers(study):
-    timed = ("seconds", "_ms", "step_time", "per_s")
-    untimed = lambda curve: {k: v for k, v in curve.items() if not any(t in k for t in timed)}
+    untimed = lambda curve: {k: v for k, v in curve.items() if not is_timing(k)}
     return json.dumps([untimed(run["curve"]) for run in study.runs], sort_keys=True)  # NaN is NaN
 
 
