@@ -15,13 +15,14 @@ from grpo_nb.lab.compare import compare
 STORE = Path(__file__).with_suffix(".json")
 EPOCHS, RATES, MODES = (1, 2, 4), (3e-6, 1e-5, 3e-5, 1e-4), ("grpo", "gdpo")
 SCORE = "eval_sampled/correct"
+# every token of an answer is a tag or a single character, so a pattern can say how long it may be
 REWARDS = {
     "correct": {"reward": "exact_answer", "extract": "marker", "marker": "</think>"},
     "format": {  # a number, and the same backwards
         "reward": "format_match",
         "pattern": r"<think>(\d)(\d?)(\d?)(\d?)(-?)</think>\5\4\3\2\1",
     },
-    "short": {"reward": "format_match", "pattern": r"(</?think>|.){0,6}"},
+    "short": {"reward": "format_match", "pattern": r"(</?think>|.){0,6}"},  # and the end: 7 tokens
 }
 BASE = {
     "train_batch_size": 8,

@@ -10,29 +10,14 @@ What this leaves out: tuning of anything but the learning rate, other models, lo
 
 from pathlib import Path
 
+import epochs_and_rates
+
 from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
 
 HERE = Path(__file__).parent
 ACCURACY = "eval_sampled/correct"
-# every token of an answer is a tag or a single character, so a pattern can say how long it may be
-REWARDS = {
-    "correct": {"reward": "exact_answer", "extract": "marker", "marker": "</think>"},
-    "format": {  # a number, and the same backwards
-        "reward": "format_match",
-        "pattern": r"<think>(\d)(\d?)(\d?)(\d?)(-?)</think>\5\4\3\2\1",
-    },
-    "short": {"reward": "format_match", "pattern": r"(</?think>|.){0,6}"},  # and the end: 7 tokens
-}
-BASE = {
-    "train_batch_size": 16,
-    "num_generations": 8,
-    "policy": {"max_new_tokens": 10},
-    "rewards": {"functions": REWARDS},
-    "advantage": {"weights": {"correct": 1, "format": 0.5, "short": 0.1}},
-    "optimizer": {"warmup": 5},
-    "eval": {"samples": 4, "greedy": False},
-}
+BASE = epochs_and_rates.BASE | {"train_batch_size": 16}  # the same rewards and weights
 GRPO, GDPO = {"advantage.mode": "grpo"}, {"advantage.mode": "gdpo"}
 PAYS_30, FAST = {"advantage.scales.short": 30}, {"optimizer.lr": 5e-5}
 VARIANTS = {
