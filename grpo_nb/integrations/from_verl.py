@@ -53,24 +53,7 @@ def config_from_verl(
 ) -> Reading:
     "verl's settings as ours."
     s = Settings(settings_tree(settings, overrides))
-    prompts, group = (
-        s.take("data.train_batch_size", "train_batch_size", 1024),
-        s.take(f"{_ROLLOUT}.n", "num_generations", 1),
-    )
-    mini = s.take(
-        f"{_ACTOR}.ppo_mini_batch_size", "update.minibatch_size (prompts x n samples)", 256
-    )
-    if mini > prompts:
-        raise ValueError(
-            f"ppo_mini_batch_size={mini} is above train_batch_size={prompts}; verl refuses this."
-        )
-    epochs = s.take(f"{_ACTOR}.ppo_epochs", "update.num_epochs", 1)
-    ours: dict[str, Any] = {
-        "train_batch_size": prompts,
-        "num_generations": group,
-        "update.num_epochs": epochs,
-    }
-    ours |= minibatch_keys(prompts * group, mini * group, group)
+    ours, updates = _verl_batch(s)
     notes = []
     if (steps := s.take("trainer.total_training_steps", "steps")) is not None:
         s.leave("total_training_steps is given and decides", "trainer.total_epochs")
@@ -79,19 +62,27 @@ def config_from_verl(
         steps = length_keys(
             ours, s.take("trainer.total_epochs", "tasks.epochs", 30), num_tasks, notes
         )
-    ours |= (
-        _verl_data(s)
-        | _verl_optimizer(s, steps)
-        | _verl_loss(s)
-        | _verl_policy(s)
-        | _verl_filter(s, notes)
-    )
-    ours |= _verl_advantage(s) | _verl_kl_in_reward(s) | _verl_overlong(s)
+    ours |= _verl_data(s) | _verl_optimizer(s, steps) | _verl_loss(s) | _verl_policy(s)
+    ours |= _verl_filter(s, notes) | _verl_advantage(s) | _verl_kl_in_reward(s) | _verl_overlong(s)
     s.rest(_VERL_REASONS)
-    updates = -(-prompts // mini) * epochs
-    return Reading(
-        override(GRPOConfig(), ours), s.taken, s.left, batch_text(prompts, group, updates), notes
+    batch = batch_text(ours["train_batch_size"], ours["num_generations"], updates)
+    return Reading(override(GRPOConfig(), ours), s.taken, s.left, batch, notes)
+
+# %% ../../nbs/integrations/05_from_verl.ipynb #605a7b3f
+def _verl_batch(s: Settings) -> tuple[dict[str, Any], int]:
+    "Prompts, samples and minibatches of a step, and its number of optimizer steps."
+    prompts = s.take("data.train_batch_size", "train_batch_size", 1024)
+    group = s.take(f"{_ROLLOUT}.n", "num_generations", 1)
+    mini = s.take(
+        f"{_ACTOR}.ppo_mini_batch_size", "update.minibatch_size (prompts x n samples)", 256
     )
+    if mini > prompts:
+        raise ValueError(
+            f"ppo_mini_batch_size={mini} is above train_batch_size={prompts}; verl refuses this."
+        )
+    epochs = s.take(f"{_ACTOR}.ppo_epochs", "update.num_epochs", 1)
+    ours = {"train_batch_size": prompts, "num_generations": group, "update.num_epochs": epochs}
+    return ours | minibatch_keys(prompts * group, mini * group, group), -(-prompts // mini) * epochs
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #c59c10ef
 def _verl_data(s: Settings) -> dict[str, Any]:

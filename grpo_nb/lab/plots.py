@@ -6,6 +6,7 @@
 __all__ = ['COLORS', 'PANELS', 'label_of', 'make_figure', 'Panel', 'plot_run', 'show_in_cell', 'plot_runs', 'LivePlot']
 
 # %% ../../nbs/lab/02_plots.ipynb #6101f9e8
+import functools
 import io
 import math
 import re
@@ -18,7 +19,6 @@ from typing import Any
 
 import numpy as np
 from fastcore.basics import patch
-from matplotlib.figure import Figure
 
 from ..core import Registry
 from .frames import HELD_OUT, KL_OLD, MissingMetric, column, need
@@ -29,19 +29,25 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 _QUIET = {"fontsize": 9, "color": "0.35"}  # remarks inside and below a figure
 
 # %% ../../nbs/lab/02_plots.ipynb #541acc33
-class _Figure(Figure):
-    "A figure that pyplot does not know, and that knows whether a notebook has shown it."
+@functools.cache
+def _figure_class() -> type:  # a function, so that a run without a picture does not load matplotlib
+    from matplotlib import figure
 
-    shown = False
+    class Figure(figure.Figure):
+        "A figure that pyplot does not know, and that knows whether a notebook has shown it."
 
-    def png(self, **options) -> bytes:
-        data = io.BytesIO()
-        self.savefig(data, format="png", metadata={"Software": None}, **options)
-        return data.getvalue()
+        shown = False
 
-    def _repr_mimebundle_(self, **_):
-        self.shown = True
-        return {"image/png": self.png(), "text/plain": str(self)}
+        def png(self, **options) -> bytes:
+            data = io.BytesIO()
+            self.savefig(data, format="png", metadata={"Software": None}, **options)
+            return data.getvalue()
+
+        def _repr_mimebundle_(self, **_):
+            self.shown = True
+            return {"image/png": self.png(), "text/plain": str(self)}
+
+    return Figure
 
 # %% ../../nbs/lab/02_plots.ipynb #0fe90b7d
 def label_of(name) -> str:
@@ -59,7 +65,7 @@ def make_figure(
     "A figure with n axes in rows."
     columns = max(min(columns, n), 1)
     rows = -(-n // columns)
-    fig = _Figure((width, row_height * rows), dpi=100, layout="constrained")
+    fig = _figure_class()((width, row_height * rows), dpi=100, layout="constrained")
     axes = fig.subplots(rows, columns, squeeze=False).flat
     for ax in axes[n:]:
         ax.remove()
@@ -321,7 +327,7 @@ def _name_left_out(fig, text: str, left_out: dict[str, str]) -> None:
         fig.supxlabel(lines, x=0.01, ha="left", **_QUIET)
 
 # %% ../../nbs/lab/02_plots.ipynb #28fa4a1a
-def show_in_cell(fig: _Figure) -> _Figure:
+def show_in_cell(fig):
     "The figure, which the notebook shows when the cell that made it ends, if it has not been shown by then."
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is not None:
