@@ -77,7 +77,7 @@ def config_from_trinity(
         override(GRPOConfig(), ours), s.taken, s.left, batch_text(prompts, group, updates), notes
     )
 
-# %% ../../nbs/integrations/05_from_trinity.ipynb #69ab2945
+# %% ../../nbs/integrations/05_from_trinity.ipynb #d19d6720
 def _flat_lists(tree: Mapping) -> dict[str, Any]:
     "Lists of mappings flat too, a number for each place."
     out = {}
@@ -88,7 +88,7 @@ def _flat_lists(tree: Mapping) -> dict[str, Any]:
             out[key] = value
     return out
 
-
+# %% ../../nbs/integrations/05_from_trinity.ipynb #47eb88a3
 def _under(s: Settings, prefix: str) -> dict[str, Any]:
     "The nested settings under a key."
     tree: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def _under(s: Settings, prefix: str) -> dict[str, Any]:
             at[last] = value
     return tree
 
-
+# %% ../../nbs/integrations/05_from_trinity.ipynb #f2385411
 def _trinity_optimizer(s: Settings) -> dict[str, Any]:
     verl = "trainer.trainer_config.actor_rollout_ref.actor"
     lr = s.take("algorithm.optimizer.lr", "optimizer.lr", 1e-6)
@@ -116,7 +116,7 @@ def _trinity_optimizer(s: Settings) -> dict[str, Any]:
         "update.max_grad_norm": s.take("trainer.grad_clip", "update.max_grad_norm", 1.0),
     }
 
-
+# %% ../../nbs/integrations/05_from_trinity.ipynb #8a053246
 def _trinity_loss(s: Settings) -> dict[str, Any]:
     "What follows from the algorithm, unless its parts are given."
     kind = s.take("algorithm.algorithm_type", "advantage.mode, update.loss", "grpo")
@@ -148,7 +148,7 @@ def _trinity_loss(s: Settings) -> dict[str, Any]:
         }
     return ours
 
-
+# %% ../../nbs/integrations/05_from_trinity.ipynb #6e99d9d4
 def _trinity_operators(s: Settings, notes: list) -> dict[str, Any]:
     "Experience operators; DAPO's dynamic sampling stands among them there."
     at, keep, ours = "data_processor.experience_pipeline.operators", [], {}
@@ -178,7 +178,7 @@ def _trinity_operators(s: Settings, notes: list) -> dict[str, Any]:
         )
     return ours | ({"tasks.operators": keep} if keep else {})
 
-# %% ../../nbs/integrations/05_from_trinity.ipynb #d7f7a3dd
+# %% ../../nbs/integrations/05_from_trinity.ipynb #96023545
 _ENTRY = (
     "name",
     "path",
@@ -223,7 +223,7 @@ def _trinity_tasks(s: Settings) -> dict[str, Any]:
     once = {k: v for k, v in once.items() if v is not None}
     return {"tasks.tasksets": entries, "tasks.train": None} | once if entries else {}
 
-
+# %% ../../nbs/integrations/05_from_trinity.ipynb #e0c75871
 def _trinity_rest(s: Settings) -> dict[str, Any]:
     every = s.take("explorer.eval_interval", "eval.every")
     return {

@@ -75,7 +75,7 @@ def config_from_trl(
         override(GRPOConfig(), ours), s.taken, s.left, batch_text(prompts, group, updates), notes
     )
 
-# %% ../../nbs/integrations/05_from_trl.ipynb #63575bed
+# %% ../../nbs/integrations/05_from_trl.ipynb #c6933074
 def _trl_batch(s: Settings, processes: int) -> tuple[int, int, int, int]:
     "Prompts, samples of each, samples per optimizer step, optimizer steps per rollout."
     at = "batch arithmetic"
@@ -104,7 +104,7 @@ def _trl_batch(s: Settings, processes: int) -> tuple[int, int, int, int]:
         max(int(updates), 1),
     )
 
-
+# %% ../../nbs/integrations/05_from_trl.ipynb #a2a2ff4f
 def _trl_length(
     s: Settings, ours: dict, updates: int, num_tasks: int | None, notes: list
 ) -> int | None:
@@ -117,7 +117,7 @@ def _trl_length(
         return ours["steps"]
     return length_keys(ours, s.take("num_train_epochs", "tasks.epochs", 3), num_tasks, notes)
 
-# %% ../../nbs/integrations/05_from_trl.ipynb #3546e60e
+# %% ../../nbs/integrations/05_from_trl.ipynb #9e9ca13a
 def _trl_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
     "Learning rate, schedule and the rest of AdamW."
     schedule = s.take("lr_scheduler_type", "optimizer.schedule", "linear")
@@ -142,7 +142,7 @@ def _trl_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
         "update.max_grad_norm": s.take("max_grad_norm", "update.max_grad_norm", 1.0),
     }  # fmt: skip
 
-
+# %% ../../nbs/integrations/05_from_trl.ipynb #20902e42
 _TRL_SCHEDULES = SCHEDULES | {"cosine_with_min_lr": "cosine"}
 
 
@@ -154,7 +154,7 @@ def _trl_floor(s: Settings, schedule: str) -> float:
     lowest = s.take(f"{at}.min_lr", ours, 0.0)
     return s.take(f"{at}.min_lr_rate", ours, lowest / (s.given.get("learning_rate") or 1e-6))
 
-
+# %% ../../nbs/integrations/05_from_trl.ipynb #ff4079f4
 def _trl_loss(s: Settings) -> dict[str, Any]:
     "Policy loss, clip, aggregation and KL."
     kind = s.take("loss_type", "update.loss.policy_loss, update.loss.aggregation", "dapo")
@@ -182,7 +182,7 @@ def _trl_loss(s: Settings) -> dict[str, Any]:
         "update.loss.entropy_coef": s.take("entropy_coef", "update.loss.entropy_coef", 0.0),
     }  # fmt: skip
 
-
+# %% ../../nbs/integrations/05_from_trl.ipynb #3da9b006
 def _trl_policy(s: Settings) -> dict[str, Any]:
     "The model and how it samples."
     ours = {
@@ -204,7 +204,7 @@ def _trl_policy(s: Settings) -> dict[str, Any]:
         ours["policy.lora"] = {k: only(v) for k, v in found.items() if v is not None}
     return {k: v for k, v in ours.items() if v is not None}
 
-
+# %% ../../nbs/integrations/05_from_trl.ipynb #449c4831
 def _trl_advantage(s: Settings) -> str:
     scale = s.take("scale_rewards", "advantage.mode", "group")
     if (

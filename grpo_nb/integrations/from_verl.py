@@ -84,7 +84,7 @@ def _verl_batch(s: Settings) -> tuple[dict[str, Any], int]:
     ours = {"train_batch_size": prompts, "num_generations": group, "update.num_epochs": epochs}
     return ours | minibatch_keys(prompts * group, mini * group, group), -(-prompts // mini) * epochs
 
-# %% ../../nbs/integrations/05_from_verl.ipynb #c59c10ef
+# %% ../../nbs/integrations/05_from_verl.ipynb #0c2dce56
 def _verl_data(s: Settings) -> dict[str, Any]:
     "Files of tasks."
     train, held = s.take("data.train_files", "tasks.train"), s.take("data.val_files", "tasks.eval")
@@ -102,7 +102,7 @@ def _verl_data(s: Settings) -> dict[str, Any]:
         ours["tasks.eval"] = {Path(p).stem: p for p in held}
     return {k: v for k, v in ours.items() if v is not None}
 
-
+# %% ../../nbs/integrations/05_from_verl.ipynb #73dffddc
 def _verl_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
     at = f"{_ACTOR}.optim"
     warmup = s.take(f"{at}.lr_warmup_steps", "optimizer.warmup", -1)
@@ -129,7 +129,7 @@ def _verl_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
         "update.max_grad_norm": s.take(f"{_ACTOR}.grad_clip", "update.max_grad_norm", 1.0),
     }
 
-
+# %% ../../nbs/integrations/05_from_verl.ipynb #71fe315f
 def _verl_loss(s: Settings) -> dict[str, Any]:
     "Policy loss, clip, aggregation and the KL of the loss."
     kind = {"vanilla": "ppo"}.get(
@@ -156,7 +156,7 @@ def _verl_loss(s: Settings) -> dict[str, Any]:
     )
     return ours
 
-
+# %% ../../nbs/integrations/05_from_verl.ipynb #a3b047a0
 def _verl_kl(s: Settings) -> dict[str, Any]:
     used, keys = (
         s.take(f"{_ACTOR}.use_kl_loss", "update.loss.kl_coef", False),
@@ -172,7 +172,7 @@ def _verl_kl(s: Settings) -> dict[str, Any]:
         "update.loss.kl_kind": kind,
     }
 
-# %% ../../nbs/integrations/05_from_verl.ipynb #d70f876d
+# %% ../../nbs/integrations/05_from_verl.ipynb #a878bfef
 def _verl_kl_in_reward(s: Settings) -> dict[str, Any]:
     "The KL to the reference, taken off the reward."
     ours, at = "rewards.kl_in_reward", "algorithm"
@@ -183,7 +183,7 @@ def _verl_kl_in_reward(s: Settings) -> dict[str, Any]:
     s.leave("the weight stays as it is set", f"{at}.kl_ctrl.type", f"{at}.kl_ctrl.target_kl")
     return {ours: s.take(f"{at}.kl_ctrl.kl_coef", ours, 0.001)}
 
-
+# %% ../../nbs/integrations/05_from_verl.ipynb #e46cc1f8
 def _verl_overlong(s: Settings) -> dict[str, Any]:
     "DAPO's soft penalty of the length, as a reward of its own."
     ours = "rewards.functions.soft_overlong"
@@ -201,7 +201,7 @@ def _verl_overlong(s: Settings) -> dict[str, Any]:
         return {"rewards.functions": {"soft_overlong": options}}
     return {}
 
-# %% ../../nbs/integrations/05_from_verl.ipynb #891fe7c7
+# %% ../../nbs/integrations/05_from_verl.ipynb #0e10b9aa
 def _verl_policy(s: Settings) -> dict[str, Any]:
     "The model and how it samples."
     at = "actor_rollout_ref.model"
@@ -220,7 +220,7 @@ def _verl_policy(s: Settings) -> dict[str, Any]:
         ours["policy.lora"] = {"r": rank} | {k: v for k, v in found.items() if v is not None}
     return {k: v for k, v in ours.items() if v is not None}
 
-
+# %% ../../nbs/integrations/05_from_verl.ipynb #346798ab
 def _verl_filter(s: Settings, notes: list) -> dict[str, Any]:
     at = "algorithm.filter_groups"
     if not s.take(f"{at}.enable", "filter_groups.enable", False):
@@ -247,7 +247,7 @@ def _verl_filter(s: Settings, notes: list) -> dict[str, Any]:
         ),
     }
 
-
+# %% ../../nbs/integrations/05_from_verl.ipynb #d0df04f2
 def _verl_advantage(s: Settings) -> dict[str, Any]:
     mode = s.take("algorithm.adv_estimator", "advantage.mode", "grpo")
     if mode not in _VERL_ESTIMATORS:

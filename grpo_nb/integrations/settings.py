@@ -43,7 +43,7 @@ class Reading:
         told = f"{len(self.taken)} keys taken; not taken:" if left else "every key is taken"
         return "\n".join([self.batch, *self.notes, told, *left])
 
-# %% ../../nbs/integrations/04_settings.ipynb #c3d09ca0
+# %% ../../nbs/integrations/04_settings.ipynb #bc3e3e39
 class Settings:
     "Flat settings of another program, and what became of each key."
 
@@ -72,24 +72,24 @@ class Settings:
                     why, "not a key that this reader knows; nothing here follows from it"
                 )
 
-
+# %% ../../nbs/integrations/04_settings.ipynb #0d2a74bb
 def _number(value: Any) -> Any:
     "1e-6 is text in YAML 1.1."
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value.strip()):
         return float(value)
     return value
 
-
+# %% ../../nbs/integrations/04_settings.ipynb #ff10b763
 def _plural(n: int, word: str) -> str:
     return f"{n:,} {word}{'s' * (n != 1)}"
 
-
+# %% ../../nbs/integrations/04_settings.ipynb #6277c2c8
 def batch_text(prompts: int, samples: int, updates: int) -> str:
     return (
         f"{_plural(prompts, 'prompt')} x {_plural(samples, 'sample')}, {_plural(updates, 'update')}"
     )
 
-
+# %% ../../nbs/integrations/04_settings.ipynb #c6bdf013
 def as_dict(settings: Any) -> dict:
     "A mapping, or a dataclass such as TRL's GRPOConfig: what differs from its defaults."
     if isinstance(settings, Mapping):
@@ -105,14 +105,14 @@ def as_dict(settings: Any) -> dict:
         f.name: v for f, v in pairs if (f.default is f.default_factory is none) or v != default(f)
     }
 
-# %% ../../nbs/integrations/04_settings.ipynb #b37812bf
+# %% ../../nbs/integrations/04_settings.ipynb #01b1fa83
 def minibatch_keys(samples: int, per_update: int, group: int) -> dict[str, Any]:
     "Samples per optimizer step, where these are not all."
     if per_update >= samples:
         return {}
     return {"update.minibatch_size": per_update, "update.whole_groups": per_update % group == 0}
 
-
+# %% ../../nbs/integrations/04_settings.ipynb #1e44a55b
 _NO_END = 1_000_000  # steps, where epochs end the run
 
 
@@ -126,7 +126,7 @@ def length_keys(ours: dict, epochs: float, num_tasks: int | None, notes: list) -
     ours["steps"] = max(int(epochs * num_tasks) // ours["train_batch_size"], 1)
     return ours["steps"]
 
-
+# %% ../../nbs/integrations/04_settings.ipynb #6cb103ea
 SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
@@ -139,7 +139,7 @@ def only(value: Any) -> Any:
     "The one entry of a list of one."
     return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
 
-# %% ../../nbs/integrations/04_settings.ipynb #c05d365d
+# %% ../../nbs/integrations/04_settings.ipynb #603fc026
 def settings_tree(settings: Any, overrides: Sequence[str] = ()) -> dict:
     "Flat settings from whatever holds them."
     if isinstance(settings, (str, Path)):
@@ -157,7 +157,7 @@ def settings_tree(settings: Any, overrides: Sequence[str] = ()) -> dict:
         )
     return flat_keys(settings) | _pairs(overrides)
 
-
+# %% ../../nbs/integrations/04_settings.ipynb #d31adce6
 def _pairs(words: Sequence[str]) -> dict:
     "key=value words; a leading + is Hydra's."
     import yaml
@@ -168,7 +168,7 @@ def _pairs(words: Sequence[str]) -> dict:
             raise ValueError(f"A setting is written key=value, got {word!r}.")
     return {key: yaml.safe_load(value) for key, _, value in pairs}
 
-
+# %% ../../nbs/integrations/04_settings.ipynb #3563343d
 def command_line(script: str) -> list[str]:
     "The key=value words of a shell script, with its own variables put in; nothing is run."
     lines = script.replace("\\\n", " ").splitlines()
@@ -184,7 +184,7 @@ def command_line(script: str) -> list[str]:
                 words.append(word)
     return words
 
-
+# %% ../../nbs/integrations/04_settings.ipynb #9e640e68
 def _filled(word: str, known: Mapping[str, str]) -> str:
     def value(m):
         name, default = m[1] or m[3], m[2]
