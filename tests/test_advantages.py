@@ -1,4 +1,3 @@
-import inspect
 import json
 import math
 import warnings
@@ -242,15 +241,6 @@ def test_verl(case):
         agree(pre.numpy()[compare], floats(want["pre_norm"])[compare].tolist(), case["tolerance"])
 
 
-def test_masking_a_row_without_tokens_takes_it_out_of_the_baseline():
-    case = next(c for c in VERL if c["name"] == "grpo_std/zero_length_row")
-    rewards, groups = torch.tensor(case["inputs"]["rewards"]), case["inputs"]["group_ids"]
-    got = grpo(rewards, groups, mask_NK=torch.tensor(case["inputs"]["lengths"]) > 0)
-    assert got[:3].tolist() == [0, 0, 0]  # the two siblings left are equal
-    alone = grpo(rewards[1:], groups[1:])
-    assert torch.equal(got[1:], alone)
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Independent loop implementation, straight from the formulas
 # ---------------------------------------------------------------------------------------------------------
@@ -407,30 +397,6 @@ def test_a_reward_of_weight_0_is_only_looked_at():
     assert out.values.tolist() == [0.5, 0, -0.5] and out.metrics["adv/invalid_rows"] == 1
 
 
-def test_sums_that_are_equal_but_for_rounding_are_equal():
-    tenths = [[0.7, 0.2, 0.1], [0.1, 0.2, 0.7], [0.2, 0.7, 0.1], [0.1, 0.7, 0.2]]
-    living = [[0.1, 0.5, 0.2], [0.3, 0.3, 0.3], [0.9, 0.4, 0], [0, 0, 0]]
-    x = torch.tensor([*tenths, *living], dtype=torch.float64)
-    assert len(x[:4].sum(1).unique()) > 1
-    for name in ("grpo", "dr_grpo", "rloo", "grpo_batch", "gpg", "passk"):
-        a = ADVANTAGES[name](x, [0] * 4 + [1] * 4)
-        assert (a[:4] == 0).all() and (a[4:] != 0).any()
-
-
-@RUN
-@given(batches(), st.integers(0, 11))
-def test_nan_in_one_row_leaves_other_groups_alone(batch, row):
-    x, groups, weights = batch
-    row %= len(x)
-    y = x.copy()
-    y[row] = NAN
-    others = [i for i, g in enumerate(groups) if g != groups[row]]
-    for f in (grpo, rloo, mo_grpo):
-        a, b = f(x, groups, weights), f(y, groups, weights)
-        assert torch.equal(a[others], b[others])
-        assert b[row] == 0 and b.isfinite().all()
-
-
 @RUN
 @given(batches())
 def test_ranks(batch):
@@ -460,54 +426,6 @@ def test_inputs_are_not_changed():
         assert torch.equal(x, before)
 
 
-def test_whitening_a_batch_of_noise_only():
-    x = torch.tensor([[0.1, 0.9], [0.3, 0.7], [0.6, 0.4], [0.2, 0.8]], dtype=torch.float64)
-    assert (gdpo(x, [0, 0, 1, 1], eps=0, eps_batch=0) == 0).all()
-
-
-def test_metrics_on_ragged_groups_with_missing_values():
-    x = torch.tensor([[1.0, NAN], [1, 0.5], [0, 2], [1, 2], [NAN, NAN], [0, NAN]])
-    out = compute_advantages(x, [0, 0, 1, 1, 1, 2], ["a", "b"], AdvantageConfig("gdpo"))
-    m = out.metrics
-    assert m["adv/invalid_rows"] == 1
-    assert m["frac_reward_zero_std"] == pytest.approx(1 / 3)  # the first group's sums differ
-    assert m["adv/dead_groups"] == pytest.approx(2 / 3)
-    assert m["adv/share/a"] == 1 and m["adv/share/b"] == 0
-    assert m["rewards/a/mean"] == pytest.approx(3 / 5)
-
-
-WITH_EPS = sorted(k for k, f in ADVANTAGES.items() if "eps" in inspect.signature(f).parameters)
-
-
-@pytest.mark.parametrize("mode", WITH_EPS)
-def test_an_eps_that_is_no_number_from_0_is_refused(mode):
-    assert len(WITH_EPS) > 6
-    for eps in (-1.0, NAN, math.inf):
-        with pytest.raises(ValueError, match="eps must be >= 0"):
-            ADVANTAGES[mode]([[1.0, 0], [0, 0]] * 2, [0, 0, 1, 1], eps=eps, **lengths(mode, 4))
-        for name in ("eps", "eps_batch"):
-            with pytest.raises(ValueError, match=f"{name} must be"):
-                AdvantageConfig(**{name: eps})
-
-
-@pytest.mark.parametrize("size", [1e101, 1e200, -1e308])
-def test_numbers_whose_squares_overflow_are_refused(size):
-    for mode in ("grpo", "rloo", "gdpo", "dvao"):
-        with pytest.raises(ValueError, match="A reward of"):
-            ADVANTAGES[mode](np.array([size, 0.0, NAN, 1.0]), [0, 0, 0, 0])
-    near = grpo(np.array([1e99, 0.0]), [0, 0])
-    assert near.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
-
-
-@pytest.mark.parametrize(
-    "ids", [[0, 0.4, 1, 1.9], [True, False, True, False], [[0], [0], [1], [1]]]
-)
-def test_ids_of_the_wrong_kind_are_refused(ids):
-    for same in (ids, np.array(ids), torch.tensor(ids)):
-        with pytest.raises(ValueError, match="Group ids must"):
-            grpo([1.0, 0, 1, 0], same)
-
-
 @pytest.mark.parametrize(
     "scales, gates, warned",
     [
@@ -535,16 +453,6 @@ def test_a_scale_is_called_without_effect_only_where_it_has_none(scales, gates, 
     assert same == warned
 
 
-def test_names_twice_and_weights_as_text_are_refused():
-    with pytest.raises(ValueError, match="names that differ"):
-        compute_advantages(torch.ones(2, 2), [0, 0], ["a", "a"])
-    with pytest.raises(ValueError, match="a sequence of 2 numbers"):
-        grpo(torch.ones(2, 2), [0, 0], "12")
-    for shape in ((2, 0), (2, 1, 0), (2, 0, 3)):
-        with pytest.raises(ValueError, match="Rewards must be"):
-            grpo(torch.ones(shape), [0, 0])
-
-
 def test_the_correlation_with_each_reward_is_that_of_the_mo_grpo_theorem():
     x = torch.rand(4096, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x *= torch.tensor([1.0, 5, 0.2])
@@ -560,13 +468,8 @@ def test_the_correlation_with_each_reward_is_that_of_the_mo_grpo_theorem():
     assert corr == pytest.approx([3**-0.5] * 3, abs=1e-4)
 
 
-def test_a_true_spread_of_1e9_is_as_large_as_epsilon_lets_it():
-    x = torch.tensor([1e-9, 0, 0, 0], dtype=torch.float64)
-    for eps, largest in ((1e-4, 7.5e-6), (1e-8, 0.0714), (0, 1.5)):
-        assert grpo(x, [0] * 4, eps=eps).max().item() == pytest.approx(largest, rel=1e-2)
-
-
-def test_a_value_at_the_mean_of_its_group_agrees_with_every_other_reward():
-    x = torch.tensor([[0.1, 0.0], [0.2, 1.0], [0.3, 1.0]] * 2)
-    a = ADVANTAGES["gd2po"](x, [0, 0, 0, 1, 1, 1], **F64)
-    assert (a != 0).all()
+def test_names_twice_and_weights_as_text_are_refused():
+    with pytest.raises(ValueError, match="names that differ"):
+        compute_advantages(torch.ones(2, 2), [0, 0], ["a", "a"])
+    with pytest.raises(ValueError, match="a sequence of 2 numbers"):
+        grpo(torch.ones(2, 2), [0, 0], "12")

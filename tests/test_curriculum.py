@@ -23,12 +23,12 @@ STAGES = [
     {"samples": 60, "weights": {"easy": 2, "middle": 1}},
     {"weights": {"middle": 1, "hard": 2}},
 ]
-# selectors of the three tasksets, share policy
+# selectors of the three tasksets, share policy, what the collector does otherwise
 RUNS = {
-    "size": (("difficulty_based", "thompson", "greso"), "size"),
-    "ucb": (("shuffle", "learnability", "offline_easy2hard"), {"kind": "ucb", "window": 16}),
-    "stages": (("random", "sequential", "thompson"), {"kind": "stages", "stages": STAGES}),
-    "softmax_q": (("greso", "difficulty_based", "learnability"), {"kind": "softmax_q", "tau": 0.3}),
+    "size": (("difficulty_based", "thompson", "greso"), "size", {"adaptive_cap": True}),
+    "ucb": (("shuffle", "learnability", "offline_easy2hard"), {"kind": "ucb", "window": 16}, {"surplus": "drop"}),
+    "stages": (("random", "sequential", "thompson"), {"kind": "stages", "stages": STAGES}, {"on_cap": "skip_step"}),
+    "softmax_q": (("greso", "difficulty_based", "learnability"), {"kind": "softmax_q", "tau": 0.3}, {}),
 }  # fmt: skip
 OPTIONS = {
     "random": {"wrap": "epochs"},
@@ -62,21 +62,14 @@ class Run:
     "A scheduler, a collector and a learner whose skill grows with every informative group."
 
     def __init__(self, label, state=None):
-        selectors, shares = RUNS[label]
+        selectors, shares, options = RUNS[label]
         data = {k: Tasks(n, 2 * i) for i, (k, n) in enumerate(SIZES.items())}
-        self.scheduler = TasksetScheduler(
-            data,
-            BATCH,
-            [TaskSelectorConfig(s, 7, KEYS.get(s, []), OPTIONS.get(s, {})) for s in selectors],
-            total_epochs=None,
-            seed=3,
-            shares=shares,
-            operators=["pass_rate_calculator"],
-        )
-        config = FilterGroupsConfig(
-            enable=True, metric="correct", max_num_gen_batches=3, on_cap="train_partial",
-            surplus="carry", max_staleness=1, sizing="adaptive", log_format=None,
-        )  # fmt: skip
+        chosen = [TaskSelectorConfig(s, 7, KEYS.get(s, []), OPTIONS.get(s, {})) for s in selectors]
+        how = {"total_epochs": None, "seed": 3, "operators": ["pass_rate_calculator"]}
+        self.scheduler = TasksetScheduler(data, BATCH, chosen, shares=shares, **how)
+        options = {"surplus": "carry", "max_staleness": 1, "sizing": "adaptive"} | options
+        options = {"max_num_gen_batches": 3, "on_cap": "train_partial"} | options
+        config = FilterGroupsConfig(enable=True, metric="correct", log_format=None, **options)
         self.collector = GroupCollector(
             config, BATCH, SAMPLES, on_rewarded=self.scheduler.observe, make_task=Task
         )
@@ -110,20 +103,10 @@ class Run:
         rate_P = 1 / (1 + np.exp(-(np.array([t["ease"] for t in tasks]) + self.skill)))
         solved = self.rng.random((len(tasks), SAMPLES)) < rate_P[:, None]
         n = solved.size
-        self.collector.add(
-            Rollout(
-                torch.arange(n) // SAMPLES,
-                [t for t in tasks for _ in range(SAMPLES)],
-                {},
-                torch.ones(n, 1).bool(),
-                torch.zeros(n, 1),
-                [None] * n,
-                torch.tensor(solved.reshape(n, 1), dtype=torch.float32),
-                None,
-                ("correct",),
-                {},
-            )
-        )
+        each, group_N = [t for t in tasks for _ in range(SAMPLES)], torch.arange(n) // SAMPLES
+        bare = Rollout(group_N, each, {}, torch.ones(n, 1).bool(), torch.zeros(n, 1))
+        rewards_NR = torch.tensor(solved.reshape(n, 1), dtype=torch.float32)
+        self.collector.add(bare.replace(rewards_NR=rewards_NR, reward_names=("correct",)))
 
     @property
     def steps(self):
@@ -169,7 +152,7 @@ def test_killed_at_every_point_and_resumed(label):
 
 def test_every_selector_is_here():
     built_in = {k for k, c in SELECTORS.items() if c.__module__ == "grpo_nb.selectors"}
-    assert {s for selectors, _ in RUNS.values() for s in selectors} == built_in
+    assert {s for selectors, *_ in RUNS.values() for s in selectors} == built_in
 
 
 def seen_by(selector):
@@ -247,9 +230,3 @@ def test_a_stream_that_ends_counts_what_is_left_and_nothing_trained_is_an_error(
     assert json.loads((run.dir / "status.json").read_text())["state"] != "finished" or not code
     ended = run.events().query("kind == 'ended'")
     assert ended["tasks_left"].tolist() == [left] and f"{left} left over" in ended["reason"].item()
-
-
-def test_recipe_without_its_curriculum():
-    config = load_config(data_path(RECIPE), ["tasks.shares=size"])
-    ids = [t.taskset_id for t in open_stream(config).read(6150)]
-    assert [ids.count(k) for k in ("easy", "middle", "hard")] == [150, 4000, 2000]

@@ -83,16 +83,6 @@ def test_every_panel_draws_what_was_logged():
     assert by_title["throughput"].lines[0].get_ydata().tolist() == [10.0] * 199
 
 
-def test_plots_of_a_run_read_its_files(tmp_path):
-    with Run.create(tmp_path / "r") as run:
-        for step in (1, 2):
-            run.log(step, {"reward": 0.5 * step, "tokens_generated": 100 * step})
-            run.log_samples(step, [dict(group=g, prompt=f"p{g}", reward=float(g)) for g in (0, 1)])
-    for runs in ({"r": run, "d": run.dir}, [run, run.dir], run, str(run.dir)):
-        line = plots.plot_runs(runs, x="tokens_generated").axes[0].lines[0]
-        assert line.get_xdata().tolist() == [100, 200] and line.get_ydata().tolist() == [0.5, 1.0]
-
-
 def test_live_plot_that_fails_is_reported_once(monkeypatch):
     monkeypatch.delattr("IPython.display.display")
     live = LivePlot(pd.DataFrame({"step": [1], "reward": [1.0]}), every=0.0)

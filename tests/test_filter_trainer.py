@@ -86,10 +86,6 @@ def test_generation_batches_and_training_steps_are_counted_apart():
     assert t.stream.cursor == rows[-1]["n_prompts"] == batches * 6
     expected = [learning_rate(t.config.optimizer, s, 3) for s in range(3)]
     assert [r["learning_rate"] for r in rows] == expected
-    plain = make(
-        "steps=3", "optimizer.schedule=linear", "optimizer.warmup=2", "filter_groups.enable=false"
-    )
-    assert [r["learning_rate"] for r in plain.fit().history] == expected
 
 
 def test_every_trained_group_varies_and_the_row_says_what_it_cost():
@@ -108,26 +104,14 @@ def test_every_trained_group_varies_and_the_row_says_what_it_cost():
 
 def test_held_out_tasks_are_never_filtered():
     t = make("steps=1", "eval.samples=4", "eval.limit=20", eval_tasks=TASKS)
-    a, b = (
-        t.evaluate(),
-        make(
-            "filter_groups.enable=false", "eval.samples=4", "eval.limit=20", eval_tasks=TASKS
-        ).evaluate(),
-    )
-    assert a.values == b.values and a.n_tasks == 20
-    assert t.collector.gen_steps == 0
+    off = make("filter_groups.enable=false", "eval.samples=4", "eval.limit=20", eval_tasks=TASKS)
+    assert t.evaluate().values == off.evaluate().values and t.collector.gen_steps == 0
 
 
 # --- configuration -------------------------------------------------------------------------------
 
 
-def test_the_block_of_verl_can_be_pasted(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        """
-train_batch_size: 4
-num_generations: 4
-steps: 1
+VERL = """
 algorithm:
   filter_groups:
     _target_: verl.trainer.config.FilterGroupsConfig
@@ -135,36 +119,25 @@ algorithm:
     metric: null # acc / score / seq_reward / seq_final_reward / ...
     max_num_gen_batches: 0 # Non-positive values mean no upper limit
 """
-    )
+
+
+def test_the_block_of_verl_can_be_pasted(tmp_path):
+    recipe, there = tmp_path / "recipe.yaml", "algorithm.filter_groups."
+    recipe.write_text(VERL)
     off = load_config(recipe)
     assert not off.filter_groups.enable and make(config=off).collector is None
-    over = [
-        "algorithm.filter_groups.enable=True",
-        "algorithm.filter_groups.metric=acc",
-        "algorithm.filter_groups.max_num_gen_batches=10",
-        "run.progress=false",
-    ]
-    on = load_config(recipe, over)
+    over = [f"{there}enable=True", f"{there}metric=[acc,length]"]
+    on = load_config(recipe, [*over, "train_batch_size=4", "num_generations=4", "steps=1"])
     f = on.filter_groups
-    assert (f.enable, f.metrics, f.max_num_gen_batches, f.rule_name) == (
-        True,
-        ("acc",),
-        10,
-        "metric",
-    )
-    row = make(config=on).fit().history[-1]
-    assert row["frac_reward_zero_std"] == 0 and row["filter/groups_trained"] == 4
-    with pytest.raises(ValueError, match="Did you mean 'max_num_gen_batches'"):
-        load_config(recipe, ["algorithm.filter_groups.max_gen_batches=3"])
-
-
-def test_several_metrics_and_a_band_from_overrides():
-    f = load_config(None, ["filter_groups.metric=[acc,length]", "filter_groups.band=[0.2,1]"])
-    assert f.filter_groups.metrics == ("acc", "length") and f.filter_groups.band == (0.2, 1.0)
+    assert f.enable and f.metrics == ("acc", "length")
+    assert load_config(recipe, [f"{there}band=[0.2,1]"]).filter_groups.band == (0.2, 1.0)
     short = lambda completions, **columns: [float(len(c) < 20) for c in completions]
-    both = {"acc": only(()), "length": short}  # acc never varies
-    t = make("filter_groups.metric=[acc,length]", "steps=1", reward=both).fit()
-    assert t.history[-1]["filter/groups_trained"] == 6
+    row = make(config=on, reward={"acc": only(()), "length": short}).fit().history[-1]
+    assert (
+        row["frac_reward_zero_std"] == 0 and row["filter/groups_trained"] == 4
+    )  # acc never varies
+    with pytest.raises(ValueError, match="Did you mean 'max_num_gen_batches'"):
+        load_config(recipe, [f"{there}max_gen_batches=3"])
 
 
 def test_the_metric_may_be_a_function_and_the_run_is_still_recorded(tmp_path):
@@ -181,14 +154,6 @@ def test_the_metric_may_be_a_function_and_the_run_is_still_recorded(tmp_path):
 
 def lengths(rollout):
     return rollout.lengths_N
-
-
-def test_a_metric_the_batch_lacks_is_refused_before_anything_is_sampled():
-    with pytest.raises(KeyError, match="Did you mean 'acc'.*truncated"):
-        make("filter_groups.metric=accc")
-    make(
-        "filter_groups.metric=acc", "steps=1", reward={"exact": RIGHT}
-    )  # the only reward, as in verl
 
 
 # --- rows that must not count --------------------------------------------------------------------
@@ -260,18 +225,12 @@ def test_a_function_is_an_estimator_and_a_rule():
     "mode,rule,told",
     [
         (lambda rewards: rewards, None, "estimator '<lambda>' is called with .*too many"),
-        (
-            lambda x, ids, beta: x,
-            None,
-            "estimator '<lambda>' .*missing a required argument: 'beta'",
-        ),
+        (lambda x, ids, beta: x, None, "estimator '<lambda>' .*missing a required .*: 'beta'"),
         (lambda x, ids: x, None, r"one number per sample, \(\d+,\); got \(\d+, 1\)"),
         (lambda x, ids: x[:, 0] / 0, None, "estimator '<lambda>' returned (inf|nan)"),
-        (lambda x, ids: None, None, "estimator '<lambda>' must return"),
         (None, lambda r: 1, "filter rule '<lambda>' is called with"),
         (None, lambda r, c: (1, 2), r"filter rule '<lambda>' must .* one bool per group, \(6,\)"),
         (None, lambda r, c: [math.nan] * 6, "one bool per group"),
-        (None, lambda r, c: ("a", "b"), "one bool per group, .* got tuple"),
     ],
 )
 def test_what_a_function_does_wrong_is_told_with_its_name_and_no_update_is_broken_off(
@@ -294,22 +253,9 @@ def only(indices):
     return acc
 
 
-def test_at_the_limit_the_run_stops_with_counts():
-    t = make("filter_groups.max_num_gen_batches=2", reward=only(()))
-    with pytest.raises(
-        FilterCapError, match="0 of 6 groups collected, 12 of 12 .* 0 all high, 12 all low"
-    ):
-        t.fit()
-    assert t.step_done == 0 and t.collector.gen_steps == 2 and t.stream.cursor == 12
-
-
 def test_a_skipped_step_trains_nothing_and_says_so():
-    t = make(
-        "steps=2",
-        "filter_groups.max_num_gen_batches=2",
-        "filter_groups.on_cap=skip_step",
-        reward=only(()),
-    )
+    cap = ("filter_groups.max_num_gen_batches=2", "filter_groups.on_cap=skip_step")
+    t = make("steps=2", *cap, reward=only(()))
     start = weights(t)
     t.fit()
     assert t.step_done == 2 and torch.equal(weights(t), start)
@@ -321,12 +267,8 @@ def test_a_skipped_step_trains_nothing_and_says_so():
 
 
 def test_a_partial_batch_is_trained_on_and_counted():
-    t = make(
-        "steps=1",
-        "filter_groups.max_num_gen_batches=2",
-        "filter_groups.on_cap=train_partial",
-        reward=only((3, 7)),
-    )
+    cap = ("filter_groups.max_num_gen_batches=2", "filter_groups.on_cap=train_partial")
+    t = make("steps=1", *cap, reward=only((3, 7)))
     start = weights(t)
     row = t.fit().history[-1]
     assert 0 < row["filter/groups_trained"] < 6
@@ -353,13 +295,8 @@ def test_drop_and_mask_train_the_same_policy():
 
 
 def test_carried_groups_keep_the_log_probs_of_the_policy_that_sampled_them():
-    t = make(
-        "steps=3",
-        "filter_groups.surplus=carry",
-        "filter_groups.max_staleness=1",
-        "optimizer.lr=1e-3",
-        "optimizer.warmup=0",
-    )
+    carry = ("filter_groups.surplus=carry", "filter_groups.max_staleness=1")
+    t = make("steps=3", *carry, "optimizer.lr=1e-3", "optimizer.warmup=0")
     sampled, trained = {}, []
     sample = t.sample
 
@@ -381,16 +318,9 @@ def test_carried_groups_keep_the_log_probs_of_the_policy_that_sampled_them():
             born, logp, mask = sampled[task.index]
             mine = r.mask_NS[4 * i : 4 * i + 4]
             assert ages[4 * i] == step - born
-            torch.testing.assert_close(
-                r.old_logp_NS[4 * i : 4 * i + 4][mine], logp[mask], atol=0, rtol=0
-            )
+            assert torch.equal(r.old_logp_NS[4 * i : 4 * i + 4][mine], logp[mask])
             old += step > born
     assert old and trained[0][0]["filter/carried"] > 0
-
-
-def test_a_collector_s_state_of_another_format_is_refused():
-    with pytest.raises(ValueError, match="another format"):
-        make("steps=2").collector.load_state_dict({"json": {"format": 0}, "tensors": {}})
 
 
 def test_a_warning_of_a_run_with_a_folder_reaches_the_terminal(tmp_path, monkeypatch, capsys):
@@ -399,8 +329,9 @@ def test_a_warning_of_a_run_with_a_folder_reaches_the_terminal(tmp_path, monkeyp
     nothing = lambda completions, **columns: [0.0] * len(completions)
     cap = ("filter_groups.max_num_gen_batches=2", f"run.dir={tmp_path / 'run'}", "steps=1")
     trainer = make(*cap, reward=nothing)
-    with pytest.raises(FilterCapError):
+    with pytest.raises(FilterCapError, match="0 of 6 groups collected, 12 of 12 .* 12 all low"):
         trainer.fit()
+    assert trainer.step_done == 0 and trainer.stream.cursor == 12
     trainer.close()
     told = "All 6 groups of a generation batch were filtered. Likely cause: "
     assert told in capsys.readouterr().err and told in (tmp_path / "run/train.log").read_text()

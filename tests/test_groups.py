@@ -6,31 +6,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.advantages import (
-    ADVANTAGES,
-    gdpo,
-    grpo,
-    mo_grpo,
-    rloo,
-)
+from grpo_nb.advantages import ADVANTAGES, gdpo, grpo, mo_grpo, rloo
 from grpo_nb.core import Groups, group_centre, group_stats
-from grpo_nb.filter_groups import keep_groups
 
 NAN = float("nan")
 KINDS = {
     "int64": lambda v: torch.tensor(v),
-    "int32": lambda v: torch.tensor(v, dtype=torch.int32),
     "numpy int16": lambda v: np.array(v, dtype=np.int16),
-    "numpy uint8": lambda v: np.array(v, dtype=np.uint8),
     "list": list,
-    "negative": lambda v: torch.tensor(v) - 1000,
     "huge": lambda v: torch.tensor(v) * 10**14 - 7 * 10**14,
     "far from 0": lambda v: torch.tensor(v) + 10**17,
     "strided": lambda v: torch.tensor([[x, 0] for x in v])[:, 0],
-    "numpy strided": lambda v: np.array([[x, 0] for x in v])[:, 0],
     "strings": lambda v: [f"id {x}" for x in v],
     "shared objects": lambda v: np.array([f"id {x}" for x in range(20)], dtype=object)[v],
-    "strided objects": lambda v: np.array([[f"id {x}", "."] for x in v], dtype=object)[:, 0],
     "fixed width": lambda v: np.array([f"id {x}" for x in v]),
     "bytes": lambda v: np.array([b"id %d" % x for x in v]),
     "tuples": lambda v: object_array([(x, "a") for x in v]),
@@ -70,20 +58,21 @@ def test_empty_ids():
 
 
 @pytest.mark.parametrize("at", [0, 1, 7, 8, 15])
-def test_a_missing_or_fractional_id_is_refused_wherever_it_stands(at):
+def test_a_missing_id_is_refused_wherever_it_stands(at):
     ids = ["a"] * 8 + ["b"] * 8
-    for bad in (None, "c"):
-        ids[at] = bad
-        if bad is None:
-            with pytest.raises(ValueError, match="one id per sample"):
-                Groups.of(ids)
-            with pytest.raises(ValueError, match="one id per sample"):
-                Groups.of(np.array(ids, dtype=object))
-    assert Groups.of(ids).num_groups == 3
-    with pytest.raises(ValueError, match="shape"):
-        Groups.of(np.array([["a"], ["b"]]))
-    with pytest.raises(ValueError, match="integers or strings"):
-        Groups.of([0.0, 1.0])
+    ids[at] = None
+    for same in (ids, np.array(ids, dtype=object)):
+        with pytest.raises(ValueError, match="one id per sample"):
+            Groups.of(same)
+
+
+@pytest.mark.parametrize(
+    "ids", [[0, 0.4, 1, 1.9], [True, False, True, False], [[0], [0], [1], [1]]]
+)
+def test_ids_of_the_wrong_kind_are_refused(ids):
+    for same in (ids, np.array(ids), torch.tensor(ids)):
+        with pytest.raises(ValueError, match="Group ids must"):
+            grpo([1.0, 0, 1, 0], same)
 
 
 def stats_by_group(x, index, ddof):
@@ -122,16 +111,6 @@ def test_statistics_are_those_of_the_definition(layout, dtype, size, count, widt
     assert (s.std[constant] == 0).all() and torch.equal(s.mean[constant], s.min[constant])
     d = group_centre(x, ids)
     torch.testing.assert_close(d, x.double() - s.mean[index], atol=1e-12, rtol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_constant_groups_have_exactly_no_deviation(dtype):
-    for v in (0.1, 0.2, 0.35, 0.7, 0.95, 1e-30, 1e30):
-        for n in range(2, 17):
-            x = torch.full((n,), v, dtype=torch.float64).to(dtype)
-            s = group_stats(x, [i % 2 for i in range(n)], ddof=0)
-            if x.isfinite().all():
-                assert (s.std == 0).all() and (x.double() - s.mean[0] == 0).all(), (v, n)
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
@@ -179,14 +158,3 @@ def test_rewards_of_any_stride_and_kind(f):
     assert torch.equal(f(x, ids.view(6, 4).t().contiguous().t().reshape(-1)), want)
     one = x[:1].expand(24, 3)
     assert (f(one, ids) == 0).all() and torch.equal(one[5], x[0])
-
-
-def test_lone_samples_in_every_layout():
-    x = torch.rand(9, 2, generator=torch.Generator().manual_seed(2))
-    for ids in (torch.arange(9), torch.randperm(9), torch.tensor([0, 1, 1, 2, 3, 3, 4, 5, 5])):
-        size = torch.bincount(ids)[ids]
-        for f in (grpo, mo_grpo):
-            assert (f(x, ids)[size == 1] == 0).all()
-            raw = f(x, ids, singleton="raw", eps=0)
-            torch.testing.assert_close(raw[size == 1], x.sum(1)[size == 1])
-    assert keep_groups(x[:, 0], torch.arange(9)).counts() == {"single": 9}

@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -206,6 +207,7 @@ VERL_OPTIONS = {
     "dppo_tv": {"low": "clip_ratio_low", "high": "clip_ratio_high", "ratio_max": "clip_ratio_c"},
     "dppo_kl": {"low": "clip_ratio_low", "high": "clip_ratio_high", "ratio_max": "clip_ratio_c"},
 }
+SEQUENCE = ("gspo", "geo_mean")
 SEQ_ONLY = ("sapo", "geo_mean")  # the peer ignores the aggregation mode of these
 
 
@@ -274,10 +276,7 @@ def verl_metrics(case, x, config, got):
         ratio = at_level(x["logp"] - x["old_logp"], x["mask"], "sequence")
         by_token = _clip_metrics(ratio, x["advantages"], x["mask"], config.clip.bounds)
         check(report(by_token)["clip_ratio/region_mean"], want["pg_clipfrac"], loose)
-    unbounded = not ({"extreme"} & set(case["tags"])) or case["params"]["loss_mode"] in (
-        "gspo",
-        "geo_mean",
-    )
+    unbounded = "extreme" not in case["tags"] or case["params"]["loss_mode"] in SEQUENCE
     if unbounded and "ppo_kl" in want:
         check(got["kl_old/k1"], want["ppo_kl"], {"rtol": 1e-7, "atol": 3e-8})
 
@@ -343,27 +342,13 @@ def verl_kl(case):
 
 @pytest.mark.parametrize("case", cases("losses_verl.json"))
 def test_verl(case):
-    kinds = {
-        "policy_loss": verl_policy,
-        "micro_batches": verl_micro_batches,
-        "agg_loss": verl_aggregate,
-        "kl_penalty": verl_kl,
-    }
+    kinds = dict(policy_loss=verl_policy, micro_batches=verl_micro_batches)
+    kinds |= dict(agg_loss=verl_aggregate, kl_penalty=verl_kl)
     kinds[case["params"]["kind"]](case)
-
-
-def test_our_rule_for_empty_rows_differs_from_geo_mean_of_verl():
-    case = next(c.values[0] for c in cases("losses_verl.json") if c.id == "geo_mean/empty_row")
-    x, config = tensors(case), verl_config(case["params"])
-    loss, _ = loss_of(x, config)
-    rows, filled = len(x["mask"]), int(x["mask"].any(1).sum())
-    assert filled < rows
-    assert loss.item() == pytest.approx(case["expected"]["loss"] * rows / filled, rel=4e-8)
 
 
 # --------------------------------------------------------------------------------------------------- properties
 
-SPLIT_FREE = [k for k in AGGREGATIONS if k not in ("bnpo", "seq_mean_item_mean", "item")]
 EVERY_LOSS = {
     "ppo": {"clip": Clip(0.2, 0.28, 3.0)},
     "gspo": {"clip": Clip(0.05)},
@@ -421,18 +406,9 @@ def close(a, b, rtol=1e-9):
 
 
 def config_of(name, mode, level):
-    if name in ("gspo", "geo_mean", "vespo"):
-        level = "token"
-    return LossConfig(
-        name,
-        level=level,
-        aggregation=mode,
-        max_length=40,
-        kl_coef=0.1,
-        kl_importance=True,
-        entropy_coef=0.01,
-        **EVERY_LOSS[name],
-    )
+    level = "token" if name in (*SEQUENCE, "vespo") else level
+    terms = {"kl_coef": 0.1, "kl_importance": True, "entropy_coef": 0.01} | EVERY_LOSS[name]
+    return LossConfig(name, level=level, aggregation=mode, max_length=40, **terms)
 
 
 @settings(max_examples=40, deadline=None)
@@ -464,22 +440,6 @@ def test_split_order_and_padding_change_nothing(seed, n, s, size, name, mode, le
     close(other[0], total)
     close(other[1], grad)
     close([other[2][k] for k in metrics], list(metrics.values()))
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    n=st.integers(1, 6),
-    name=st.sampled_from(sorted(EVERY_LOSS)),
-    mode=st.sampled_from(sorted(AGGREGATIONS)),
-)
-def test_what_lies_outside_the_mask_does_not_matter(seed, n, name, mode):
-    config = config_of(name, mode, "token")
-    clean, dirty = (draw_batch(seed, n, 5, nan_outside=k) for k in (False, True))
-    a, b = run(clean, config), run(dirty, config)
-    close(a[0], b[0])
-    close(a[1], b[1])
-    close(list(a[2].values()), list(b[2].values()))
 
 
 @settings(max_examples=30, deadline=None)
@@ -532,22 +492,6 @@ def test_gradient_with_a_frozen_weight_is_weight_times_advantage(name):
     close(p.grad, q.grad)
 
 
-def test_gradient_of_gspo_is_that_of_the_sequence_ratio():
-    b = draw_batch(5, 6, 5, nan_outside=False)
-    for clip in (Clip(0.01), Clip(0.5)):
-        grads = []
-        for config in (
-            LossConfig("gspo", clip=clip, aggregation="grpo"),
-            LossConfig("ppo", level="sequence", clip=clip, aggregation="grpo"),
-            LossConfig("ppo", level="sequence_token", clip=clip, aggregation="grpo"),
-        ):
-            p = b["logp"].clone().requires_grad_()
-            policy_loss(p, b["old_logp"], b["advantages"][:, 0], b["mask"], config)[0].backward()
-            grads.append(p.grad)
-        close(grads[0], grads[1])
-        close(grads[0], grads[2])
-
-
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs"])
 def test_gradient_of_kl_is_the_finite_difference(kind):
     b = draw_batch(3, 3, 4, nan_outside=False)
@@ -579,30 +523,6 @@ def test_kl_is_finite_and_not_negative(d, kind):
 # ------------------------------------------------------------------------------------------- laws of the update
 
 
-@pytest.mark.parametrize("name", sorted(EVERY_LOSS))
-def test_all_losses_agree_on_policy(name):
-    b = draw_batch(1, 5, 4, nan_outside=False)
-    adv = b["advantages"][:, 0]
-    config = LossConfig(name, aggregation="grpo", **EVERY_LOSS[name])
-    p = b["logp"].clone().requires_grad_()
-    policy_loss(p, None, adv, b["mask"], config)[0].backward()
-    rows = b["mask"].any(1).sum()
-    want = -adv[:, None] / b["mask"].sum(1, keepdim=True).clamp(min=1) / rows
-    close(p.grad, torch.where(b["mask"], want, 0.0))
-
-
-@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token", "item"])
-def test_zero_step_means_ratio_one(level):
-    b = draw_batch(2, 5, 4)
-    config = LossConfig(level=level, aggregation="grpo")
-    _, m = policy_loss(
-        b["old_logp"], b["old_logp"], b["advantages"], b["mask"], config, item_NS=b["item"]
-    )
-    m = report(m)
-    assert m["ratio/min"] == m["ratio/max"] == m["ratio/q50"] == m["ratio/mean"] == 1
-    assert m["kl_old/k1"] == m["kl_old/k3"] == m["clip_ratio/region_mean"] == 0
-
-
 def test_half_precision_is_computed_in_float32():
     b = draw_batch(4, 4, 5, nan_outside=False)
     half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in b.items()}
@@ -622,41 +542,21 @@ def test_empty_window_and_empty_batch():
         for mode in ("token_mean", "grpo", "dr_grpo", "item", "bnpo"):
             config = config_of(name, mode, "token")
             junk = torch.full((2, 3), math.nan)
-            loss, m = policy_loss(
-                p, junk, junk, none, config, junk, torch.zeros(2, 3).long(), junk, junk,
-            )  # fmt: skip
+            more = (config, junk, torch.zeros(2, 3).long(), junk, junk)
+            loss, m = policy_loss(p, junk, junk, none, *more)
             loss.backward()
             assert loss == 0 and (p.grad == 0).all()
             m = report(m)
-            assert (
-                math.isnan(m["ratio/max"]) and math.isnan(m["ratio/q50"]) and m["ratio/mean"] == 0
-            )
+            assert np.isnan([m["ratio/max"], m["ratio/q50"]]).all() and m["ratio/mean"] == 0
     e = torch.zeros(0, 3, requires_grad=True)
     loss, m = policy_loss(e, torch.zeros(0, 3), torch.zeros(0), torch.zeros(0, 3))
     loss.backward()
     assert loss == 0 and report(m)["clip_ratio/region_mean"] == 0
 
 
-def test_shapes_are_checked():
-    ok = torch.zeros(2, 3)
-    for bad in (torch.zeros(3), torch.zeros(2, 2), torch.zeros(2, 3, 1)):
-        with pytest.raises(ValueError, match="for a mask of shape"):
-            policy_loss(ok, ok, bad, torch.ones(2, 3))
-        with pytest.raises(ValueError, match="for a mask of shape"):
-            apply_mask(bad, torch.ones(2, 3))
-    with pytest.raises(ValueError, match="requires grad"):
-        policy_loss(ok, ok.clone().requires_grad_(), torch.zeros(2), torch.ones(2, 3))
-    with pytest.raises(ValueError, match="needs entropy_NS"):
-        policy_loss(ok, ok, torch.zeros(2), torch.ones(2, 3), LossConfig(entropy_coef=0.1))
-    with pytest.raises(ValueError, match="old_logp_NS is torch.bfloat16: its rounding"):
-        policy_loss(ok, ok.bfloat16(), torch.zeros(2), torch.ones(2, 3))
+def test_numbers_that_are_not_real_and_a_bonus_without_an_entropy_are_refused():
+    ok, zero = torch.zeros(2, 3), torch.zeros(2)
     with pytest.raises(ValueError, match="Got torch.complex64 numbers"):
-        policy_loss(ok, ok, torch.zeros(2).cfloat(), torch.ones(2, 3))
-
-
-def test_k3_pulls_back_from_both_sides_however_far():
-    "Verl and others bound the log ratio below too, which takes the gradient from a policy far above its reference."
-    for d, sign in ((-150.0, 1), (-25.0, 1), (-1.0, 1), (1.0, -1), (19.0, -1)):
-        p = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
-        kl_penalty(p, p.detach() + d).sum().backward()
-        assert math.copysign(1, p.grad.item()) == sign and abs(p.grad.item()) > 0.5
+        policy_loss(ok, ok, zero.cfloat(), torch.ones(2, 3))
+    with pytest.raises(ValueError, match="needs entropy_NS"):
+        policy_loss(ok, ok, zero, torch.ones(2, 3), LossConfig(entropy_coef=0.1))

@@ -1,23 +1,20 @@
 "Token policies: padding, packing, prefix sharing, chunking and decoding on several architectures."
 
-import base64
 import copy
 import json
 import pickle
 import re
 import shutil
 import sys
-import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -159,20 +156,6 @@ def test_half_precision_scores_in_fp32(tokenizer):
     assert (lp.detach() - r.old_logp_NS).abs().max() < 0.1
 
 
-def test_a_pass_takes_prompts_once_a_group_and_half_as_much_in_double_precision(policy):
-    rows = [{"prompt": "12+34="}] * 3
-    with pytest.raises(ValueError, match=r"make tasks of rows by Taskset\.load"):
-        policy.sample(rows, 4, seeded(0))
-    r = policy.sample(Taskset.load(rows)[:], 4, seeded(0))
-    steps, prompts = int(r.mask_NS.sum()), int(r.states["prompt_len"].sum())
-    shared = policy.micro_tokens(r)
-    each = changed(policy, share_prefix=False).micro_tokens(r)
-    assert shared / each == pytest.approx((steps + prompts) / (steps + prompts / 4), rel=1e-3)
-    model = copy.deepcopy(policy.model).double()
-    double = changed(policy, model=model).micro_tokens(r)
-    assert double / shared == pytest.approx(0.5, rel=1e-3)
-
-
 def test_lora_starts_as_the_model_and_trains_only_its_additions():
     base, p = (TokenPolicy.from_pretrained("data:tiny-llama", max_new_tokens=6, lora=o) for o in (None, {"r": 4}))  # fmt: skip
     a, b = (x.sample(TASKS, 4, seeded(0, "s")) for x in (base, p))
@@ -215,12 +198,10 @@ EXTRAS = [
     {"target_modules": ["q_proj"], "modules_to_save": ["norm", "mlp"]},
     {"modules_to_save": ["lm_head", "embed_tokens"]},  # tied in the model
     {"trainable_token_indices": [3, 4]},
-    {"target_modules": ["lm_head"]},
     {"target_modules": ["embed_tokens"]},
     {"use_dora": True, "use_rslora": True},
     {"init_lora_weights": "pissa"},
     {"bias": "all"},
-    peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"]),
     peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
     peft.OFTConfig(target_modules=["q_proj"], oft_block_size=8),
 ]
@@ -262,7 +243,6 @@ def test_whatever_peft_trains_is_scored_copied_and_stored(tokenizer, options, tm
         ({"target_modules": ["q_proj", "nonesuch"]}, "'nonesuch' finds nothing to train"),
         ({"target_parameters": ["nonesuch"]}, "finds nothing to train"),
         ({"bias": "lora_only"}, "finds nothing to train"),
-        ({"target_modules": ["nonesuch"]}, "not found in the base model"),
         ({"trainable_token_indices": [99]}, "out of bounds"),
         ({"layer_replication": [[0, 1], [0, 1]]}, "its layers share weights"),
         ({"rank": 4}, "its keys are those of peft.LoraConfig"),
@@ -319,16 +299,13 @@ U, A, S = ({"role": r, "content": c} for r, c in (("user", "1+"), ("assistant", 
 @pytest.mark.parametrize(
     "prompt, system, want",
     [
-        ("1+", None, "<bos>u1+a"),
         ("1+", "9", "<bos>s9<bos>u1+a"),
         ([U, A], None, "<bos>u1+<bos>a<think>"),  # continued, not closed
         ([U, A, U], "9", "<bos>s9<bos>u1+<bos>a<think><eos><bos>u1+a"),
         ([U, A | {"content": ""}], None, "<bos>u1+a"),
-        ([S, U], "9", "two system messages"),
         ([S, S, U], None, "two system messages"),
         ("<bos>u1+a", None, "holds '<bos>', which the chat template adds"),
         ([U | {"content": "1<bos>"}], None, "holds '<bos>', which the chat template adds"),
-        ([], None, "or a list of messages"),
         (U, None, "or a list of messages"),
         ([{"role": "user"}], None, "or a list of messages"),
         ([1, 8, 17], None, "or a list of messages"),
@@ -423,11 +400,8 @@ def test_models_read_in_several_threads_are_whole():
     "transformers turns off the tying of weights for the whole process while it reads a model."
     with ThreadPoolExecutor(4) as pool:
         read = list(pool.map(lambda _: load_model("data:tiny-llama")[0], range(16)))
-    tied = [
-        m.lm_head.weight is m.model.embed_tokens.weight
-        for m in (*read, load_model("data:tiny-llama")[0])
-    ]
-    assert all(tied)
+    read.append(load_model("data:tiny-llama")[0])
+    assert all(m.lm_head.weight is m.model.embed_tokens.weight for m in read)
 
 
 def test_an_adapter_is_written_in_the_format_of_peft(tmp_path):
@@ -445,64 +419,24 @@ def test_an_adapter_is_written_in_the_format_of_peft(tmp_path):
     assert torch.equal(again.model(ids).logits, p.model(ids).logits)
 
 
-class Hub(BaseHTTPRequestHandler):
-    "What huggingface_hub asks of the hub when it uploads small files."
-
-    files: dict[str, bytes] = {}
-
-    def do_POST(self):
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            body = b""
-            while size := int(self.rfile.readline(), 16):
-                body += self.rfile.read(size)
-                self.rfile.readline()
-            self.rfile.readline()
-        else:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        home = f"http://127.0.0.1:{self.server.server_port}/me/sums"
-        answer = {
-            "url": home,
-            "commitUrl": f"{home}/commit/abc",
-            "commitOid": "abc",
-            "hookOutput": "",
-        }
-        if self.path.endswith("/preupload/main"):
-            names = [f["path"] for f in json.loads(body)["files"]]
-            answer = {
-                "files": [
-                    {"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names
-                ]
-            }
-        if self.path.endswith("/commit/main"):
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-        text = json.dumps(answer).encode()
-        self.send_response(200 if "/me/" in self.path or "create" in self.path else 403)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    do_GET = do_POST
-
-    def log_message(self, *a):
-        pass
-
-
 def test_a_policy_is_pushed_to_a_hub_and_refused_offline(tmp_path, monkeypatch):
+    sent = {}
+
+    def upload_folder(self, repo_id, folder_path):
+        sent.update({f.name: f.read_bytes() for f in Path(folder_path).iterdir()})
+        return f"https://hub/{repo_id}/commit/abc"
+
     p = TokenPolicy.from_pretrained("data:tiny-llama")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set: use save_pretrained"):
         p.push_to_hub("me/sums")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        assert p.push_to_hub("me/sums", token="hf_x").endswith("/me/sums/commit/abc")
-        server.shutdown()
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    with pytest.raises(ValueError, match="^push_to_hub 'me/sums': "):  # nobody is there any more
-        p.push_to_hub("me/sums", token="hf_x")
+    with pytest.raises(ValueError, match="^push_to_hub 'no repository': "):
+        p.push_to_hub("no repository", token="hf_x")
+    monkeypatch.setattr(
+        HfApi, "create_repo", lambda self, name, **kw: SimpleNamespace(repo_id=name)
+    )
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    assert p.push_to_hub("me/sums", token="hf_x").endswith("/me/sums/commit/abc")
     p.save_pretrained(tmp_path)
-    assert Hub.files == {f.name: f.read_bytes() for f in tmp_path.iterdir()}
+    assert sent == {f.name: f.read_bytes() for f in tmp_path.iterdir()}

@@ -2,8 +2,6 @@
 
 import math
 import random
-import re
-import warnings
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.advantages import SCALE_FREE, spread_to_tokens
+from grpo_nb.advantages import spread_to_tokens
 from grpo_nb.compat import make_safe_reward_func, make_safe_reward_func_individual
 from grpo_nb.core import Rollout
 from grpo_nb.list_parsing import (
@@ -19,19 +17,15 @@ from grpo_nb.list_parsing import (
     Titles,
     _parse_list,
     _read_item,
-    _stack_lists,
     parse_rollout,
     token_pieces,
     with_lists,
 )
 from grpo_nb.ranking import (
     SafetyOracle,
-    _hit_matrix,
     make_relevance_reward,
     make_safe_reward,
     make_safety_reward,
-    ranking_metrics,
-    warn_cancelling_scales,
 )
 
 NAN = float("nan")
@@ -39,23 +33,9 @@ FAST = settings(max_examples=60, deadline=None)
 
 # ---------------------------------------------------------------- parsing
 
-line = st.sampled_from(
-    [
-        "Heat (1995)",
-        "1. Heat (1995)",
-        "- Fargo (1996)",
-        '"Big" (1988)',
-        "Alien, 1979",
-        "Scream",
-        "",
-        "   ",
-        "---",
-        "Films for you:",
-        "Enjoy!",
-        "Amélie (2001)",
-        "2001: A Space Odyssey (1968)",
-    ]
-)
+FILM_LINES = ["Heat (1995)", "1. Heat (1995)", "- Fargo (1996)", '"Big" (1988)', "Amélie (2001)"]
+OTHER_LINES = ["Alien, 1979", "Scream", "", "   ", "---", "Films for you:", "Enjoy!"]
+line = st.sampled_from([*FILM_LINES, "2001: A Space Odyssey (1968)", *OTHER_LINES])
 newline = st.sampled_from(["\n", "\r\n", "\n\n", "\r"])
 answer = st.lists(st.tuples(line, newline), max_size=9).map(
     lambda parts: "".join(a + b for a, b in parts)
@@ -104,23 +84,11 @@ def test_every_character_of_an_item_belongs_to_an_item(text, cuts):
     for piece, item in zip(pieces, parsed.item_of_token_S):
         if any(c.isalnum() for c in piece):
             assert item >= 0
-    single = _parse_list(
-        list(text), 50, prose=False
-    )  # one token per character: exact text of each item
+    single = _parse_list(list(text), 50, prose=False)  # a token per character
     for rank, item in enumerate(single.items):
         own = "".join(c for c, i in zip(text, single.item_of_token_S) if i == rank)
         read = _read_item(own.strip().splitlines()[0])
         assert (read or (own.strip().splitlines()[0].strip(), None)) == (item.title, item.year)
-
-
-@FAST
-@given(answer, st.lists(st.integers(0, 500), max_size=25), st.integers(0, 2**31))
-def test_advantage_mass_is_kept(text, cuts, seed):
-    parsed = _stack_lists([_parse_list(cut(text, cuts), 4)], width=40)
-    adv_NK = torch.rand(1, 4, generator=torch.Generator().manual_seed(seed)).double()
-    tokens_K = torch.bincount(parsed.item_NS[0] + 1, minlength=5)[1:]
-    total = spread_to_tokens(adv_NK, torch.ones(1, 40), parsed.item_NS).sum()
-    assert torch.isclose(total, (adv_NK[0] * tokens_K).sum())
 
 
 def byte_level_tokenizer():
@@ -130,18 +98,13 @@ def byte_level_tokenizer():
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<pad>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    special, alphabet = ["<pad>", "<eos>"], pre_tokenizers.ByteLevel.alphabet()
+    options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=300, **options)
     core.train_from_iterator(["Heat (1995)\nFargo (1996)\n\nAmélie (2001)\n"] * 9, trainer)
+    tokens = {"pad_token": "<pad>", "eos_token": "<eos>"}
     return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=core, clean_up_tokenization_spaces=False, **tokens
     )
 
 
@@ -163,20 +126,6 @@ def test_pieces_of_a_byte_level_tokenizer_join_to_the_text():
 
 
 # ---------------------------------------------------------------- relevance
-
-
-def test_year_tolerance_and_consumption():
-    parse = ListParser(5)
-    relevant = ["Heat (1995)"]
-    hits = lambda text, relevant: _hit_matrix([parse(text)], [relevant], 5)[0].tolist()
-    for year, want in ((1993, 1), (1992, 0), (1997, 1), (1998, 0)):
-        assert sum(hits(f"Heat ({year})", relevant)) == want
-    two = ["Sabrina (1954)", "Sabrina (1995)"]
-    assert hits("Sabrina (1995)\nSabrina (1954)", two) == [1, 1, 0, 0, 0]
-    shelf = Titles(["X (1990)", "X (1992)", "X (1994)"])
-    assert shelf.find("x", 1992) == ("x", 1992)
-    assert shelf.find("x", 1991) == ("x", 1992)
-    assert shelf.find("x", 1988) == ("x", 1990)
 
 
 # ---------------------------------------------------------------- safety and the old behaviour
@@ -351,67 +300,13 @@ def test_any_stop_token_that_ended_an_answer_has_no_text():
 # ---------------------------------------------------------------- columns, tables, escapes
 
 
-def test_one_text_is_one_film():
-    parser, text = ListParser(2), "Heat (1995)\nAlien (1979)"
-    reward = make_relevance_reward(parser, "exp_inf")
-    call = dict(prompts=["p"], completions=[text])
-    assert reward(**call, relevant=["Heat (1995)"]) == reward(**call, relevant=[["Heat (1995)"]])
-    assert reward(**call, relevant=["Heat (1995)"]) == [[1, 0]]
-    assert reward(**call, relevant=["Heat (1995)"], seen=["heat"]) == [[0, 0]]
-    assert [i.status for i in ListParser(2, "Heat (1995)")(text).items] == ["ok", "unknown"]
-    assert _parse_list(text, 2, seen="Heat (1995)").items[0].status == "seen"
-    metrics = ranking_metrics(
-        [parser(text)], ["Heat (1995)"], ["x"], SafetyOracle({"Heat (1995)": {"x": 1}}, "safe")
-    )
-    assert metrics["recall@2"] == 1 and metrics["svr@2"] == 0.5
-    with pytest.raises(ValueError, match="one text or None, got 7"):
-        reward(**call, relevant=[7])
-
-
-@pytest.mark.parametrize("nothing", [None, NAN])
-def test_a_column_that_does_not_apply_gives_no_reward(nothing):
-    parser, oracle = ListParser(2), SafetyOracle({"Heat (1995)": {"x": 1.0}}, "safe")
-    call = dict(prompts=["p"] * 2, completions=["Heat (1995)\nAlien (1979)", "no"])
-    relevance = make_relevance_reward(parser)(**call, relevant=[nothing] * 2)
-    safety = make_safety_reward(parser, oracle)(**call, avoid=[nothing] * 2)
-    assert np.isnan(relevance).all() and np.isnan(safety).all()
-    assert make_relevance_reward(parser, "exp_inf")(
-        **call, relevant=["Heat"] * 2, seen=[nothing] * 2
-    )[0] == [1, 0]
-    both = make_safe_reward(parser, oracle, "exp_inf")
-    assert both(**call, relevant=["Heat"] * 2, avoid=[nothing] * 2)[0] == [1, 0]
-    assert both(**call, relevant=[nothing] * 2, avoid=["x"] * 2)[0] == [-1, 0]
-
-
 def test_a_table_with_two_spellings_of_a_film_is_refused():
     for first, last in ((1.0, 0.0), (0.0, 1.0)):
-        with pytest.raises(
-            ValueError, match="'Heat \\(1995\\)' and 'HEAT \\(1995\\)' are one film"
-        ):
+        with pytest.raises(ValueError, match="and 'HEAT \\(1995\\)' are one film"):
             SafetyOracle({"Heat (1995)": {"v": first}, "HEAT (1995)": {"v": last}}, "safe")
     agreed = SafetyOracle({"Heat (1995)": {"v": 1.0}, ("heat ", 1995): {"v": 1.0}}, "safe")
     assert agreed.violates("Heat", 1995, "v") == 1
     assert len(Titles(["Heat (1995)", "HEAT (1995)"])) == 1  # in a catalogue both say the same
-
-
-ESCAPES = [
-    "Heat (1995)\n\nJaws, 1975",
-    "Heat (1995)\n\nJaws",
-    "Heat (1995)\n\nJaws, 1975.",
-    "Heat (1995)\nAirplane!",
-    "Heat (1995)\n\nBye.\nJaws",
-    "Heat (1995)\n\nAlien (1979)\n\nfoo bar",
-]
-
-
-@pytest.mark.parametrize("text", ESCAPES)
-def test_a_blank_line_does_not_excuse_a_malformed_line(text):
-    parser = ListParser(4)
-    reward = make_relevance_reward(parser, "exp_inf", penalties={"malformed": 1.0})
-    row = reward(["p"], [text], relevant=[[]])[0]
-    assert -1 in row and parser(text).items[-1].status == "malformed"
-    pieces = re.findall(r"\n+|[^\n]+", text)
-    assert parser(pieces).item_of_token_S[-1] == len(parser(text).items) - 1
 
 
 @pytest.mark.parametrize(
@@ -421,17 +316,10 @@ def test_a_blank_line_does_not_excuse_a_malformed_line(text):
         (lambda p: Titles([3]), "pair \\(title, year\\), got 3"),
         (lambda p: make_relevance_reward(p)(["p"], ["x"], relevant=[[], []]), "2 entries"),
         (lambda p: make_relevance_reward(p, penalties={"overflow": 1.0}), "item status 'overflow'"),
-        (lambda p: ListParser(3, catalogue=7), "films or traits, one text or None, got 7"),
         (lambda p: make_relevance_reward(p, penalties={"seen": "much"}), "finite, got 'much'"),
-        (lambda p: make_relevance_reward(p, missing=None), "missing must be a finite number"),
-        (
-            lambda p: make_safety_reward(p, SafetyOracle({}, "safe"), lambda_safe=math.inf),
-            "lambda_safe must be",
-        ),
         (lambda p: SafetyOracle({}, None), "'safe', 'unsafe' or a number in \\[0, 1\\], got None"),
         (lambda p: SafetyOracle({"A": {"x": NAN}}, "safe"), "must be >= 0 and <= 1, got nan"),
         (lambda p: SafetyOracle({}, "safe", threshold="high"), "threshold must be"),
-        (lambda p: p(12), "An answer is text, token pieces, or chat turns"),
         (lambda p: p([{"role": "assistant", "content": 3}]), "An answer is text"),
     ],
 )
@@ -444,22 +332,3 @@ def test_a_chat_turn_without_text_is_an_empty_list():
     reward = make_relevance_reward(ListParser(2), error=-1.0)
     for turn in ({"role": "assistant", "content": None}, {"role": "assistant"}):
         assert reward(["p"], [[turn]], relevant=[["Heat"]]) == [[-1, -1]]
-
-
-@pytest.mark.parametrize("mode", sorted(SCALE_FREE))
-def test_scales_that_cancel_are_told_in_every_mode_that_divides_them_out(mode):
-    parser, oracle = ListParser(2), SafetyOracle({}, "safe")
-    loud = {"safety": make_safety_reward(parser, oracle, penalty_safe=3.0)}
-    with pytest.warns(
-        UserWarning, match="penalty_safe of reward 'safety' = 3 .* advantage.weights"
-    ):
-        warn_cancelling_scales(loud, mode)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_cancelling_scales(loud, "grpo")
-        for quiet in (
-            make_safety_reward(parser, oracle, penalty_safe=3.0, error=-1.0),
-            make_safety_reward(parser, oracle, lambda_safe=0.0),
-            make_safe_reward(parser, oracle, lambda_safe=3.0),
-        ):
-            warn_cancelling_scales({"quiet": quiet}, mode)

@@ -18,7 +18,6 @@ from grpo_nb.scheduler import (
     PassRateCalculator,
     TasksetScheduler,
     open_entry,
-    reward_per_sample,
 )
 from grpo_nb.selectors import SELECTORS, SequentialSelector, TaskSelectorConfig
 from grpo_nb.shares import (
@@ -64,9 +63,7 @@ def build(case):
     for t in case["inputs"]["tasksets"]:
         features, kwargs = t.get("features") or {}, dict(t.get("kwargs") or {})
         if t["selector"] == "difficulty_based":
-            kwargs |= {
-                "c_range": None
-            }  # Trinity-RFT does not limit the interpolation; the earlier name
+            kwargs |= {"c_range": None}  # no limit of the interpolation; the earlier name
             kwargs |= {"method": "parity"} if "torch_stream" in case["tags"] else {}
         data.append(Table(t["size"], features))
         selectors.append(
@@ -107,18 +104,6 @@ def test_scheduler_records(case):
     assert len(got) == want.get("num_steps", case["expected"]["num_steps"]) == s.max_steps
     if "states" in want:
         assert cursors == want["states"]
-
-
-def test_published_pass_rates():
-    "Eight tasks, four repeats, rewards 0..3: every mean is 1.5."
-    tasks = [Task("", {}, 0, i // 4) for i in range(32)]
-    r = rollout([0, 1, 2, 3] * 8, tasks, [i // 4 for i in range(32)])
-    f = PassRateCalculator().process(r)[1][SELECTOR_METRIC]
-    assert f == {0: {"indices": list(range(8)), "values": [1.5] * 8, "counts": [4] * 8}}
-    with pytest.raises(ValueError, match="rescale the reward"):  # no pass rates
-        TasksetScheduler([Table(8)], 1, "thompson").update({SELECTOR_METRIC: f})
-    with pytest.raises(ValueError, match="bandit over tasksets"):
-        TasksetScheduler([Table(8)], 1, shares="ucb").update({SELECTOR_METRIC: f})
 
 
 # Shares ------------------------------------------------------------------------------------------
@@ -182,9 +167,8 @@ def test_ucb_explores_and_forgets():
     policy.update(1, np.zeros(100))
     assert policy.scores()[0] > policy.scores()[1]
     policy.update(0, np.zeros(10))
-    assert policy.scores()[0] == pytest.approx(
-        np.sqrt(2 * np.log(211) / 111)
-    )  # the window holds zeros only
+    # the window holds zeros only
+    assert policy.scores()[0] == pytest.approx(np.sqrt(2 * np.log(211) / 111))
 
 
 def test_shares_of_one_s_own():
@@ -264,37 +248,14 @@ def test_pass_rates_equal_a_slow_loop(seed):
         assert np.isnan(value) if not good else value == pytest.approx(np.mean(good), abs=1e-12)
 
 
-@pytest.mark.parametrize("g", [4, 8, 16])
-def test_strict_ratio_uses_the_real_group_size(g):
-    "One success of G is the edge for every G; Trinity-RFT assumes 16."
-    tasks = [Task("", {}, 0, i // g) for i in range(3 * g)]
-    rewards = [1.0] + [0.0] * (g - 1) + [1.0] * 2 + [0.0] * (g - 2) + [1.0] * g
-    _, m = PassRateCalculator().process(rollout(rewards, tasks, [i // g for i in range(3 * g)]))
-    assert m["selection/valid_ratio"] == pytest.approx(2 / 3)
-    assert m["selection/strict_valid_ratio"] == pytest.approx(1 / 3)
-    assert m["selection/below_one_ratio"] == pytest.approx(2 / 3)
-    assert m["selection/above_zero_ratio"] == 1 and m["selection/group_size"] == g
-
-
 def test_the_reward_that_decides_in_training_reaches_the_operator_and_its_own_goes_first():
     r = rollout([[1, 0.5]] * 2, [Task("", {}, 0, 0)] * 2, [0, 0], names=("correct", "format"))
     for own in ({}, {"reward": "format"}, {"weights": {"correct": 0.0, "format": 1.0}}):
-        s = TasksetScheduler(
-            [Table(1)], 1, operators=[{"name": "pass_rate_calculator", "args": own}]
-        )
+        operator = {"name": "pass_rate_calculator", "args": own}
+        s = TasksetScheduler([Table(1)], 1, operators=[operator])
         for passed, want in ((None, 1.0), (["correct"], 1.0), (["correct", "format"], 0.5)):
             m = s.observe(r, passed)
             assert m[SELECTOR_METRIC][0]["values"] == [0.5 if own else want]
-
-
-def test_feedback_is_routed_by_id_and_missing_keys_change_nothing():
-    s = TasksetScheduler({"a": Table(3), "b": Table(3)}, 2, "thompson")
-    before = repr(s.state_dict())
-    for nothing in ({"loss": 0.3}, {}, {SELECTOR_METRIC: {}}):
-        s.update(nothing)
-    assert repr(s.state_dict()) == before
-    s.update({SELECTOR_METRIC: {"b": {"indices": [2], "values": [1.0], "counts": [4]}}, "loss": 1})
-    assert [x.estimator.posterior()[0].tolist() for x in s.selectors] == [[1, 1, 1], [1, 1, 5]]
 
 
 def test_selector_with_two_argument_update_still_works():
@@ -357,32 +318,21 @@ def test_features_are_joined_by_prompt(tmp_path):
         open_entry({"path": rates, "features": some})
 
 
-def one_sample(**changes):
-    return rollout([1.0], [Task("", {}, 0, 0)], [0]).replace(**changes)
-
-
 @pytest.mark.parametrize(
     "call,match",
     [
         (lambda: TasksetScheduler([], 1), "at least one taskset"),
-        (lambda: TasksetScheduler([Table(0), Table(1)], 1), "is empty"),
         (lambda: TasksetScheduler([Table(1)], 0), "batch_size must be"),
         (lambda: TasksetScheduler([Table(1)], 1, ["shuffle", "random"]), "2 selectors for 1"),
-        (lambda: TasksetScheduler([Table(1)], 1, shares={"kind": "weights", "weights": {"c": 1}}), "'c'"),
-        (lambda: _make_shares({"kind": "ucb", "windw": 1}, ["a"], [5], None), "Did you mean 'window'"),
-        (lambda: _make_shares("sise", ["a"], [5], None), "Did you mean 'size'"),
+        (lambda: _make_shares({"kind": "ucb", "windw": 1}, ["a"], [5], None), "'window'"),
         (lambda: Shares([5, 7], stages=[{"weights": [0, 0]}]), "not all zero"),
         (lambda: Shares([5, 7], stages=[]), "at least one stage"),
-        (lambda: _make_shares({"kind": "stages", "stages": [{}]}, ["a"], [5], None), "Stage 0 has no weights"),
         (lambda: Shares([5, 7], stages=[{"weights": [1, 0]}] * 2), "samples >= 1"),
-        (lambda: Shares([5, 7], stages=[{"samples": 6, "weights": [1, 0]}]), "leave out its samples"),
+        (lambda: Shares([5], stages=[{"samples": 6, "weights": [1]}]), "leave out its samples"),
         (lambda: UcbShares([1], tau=0), "tau must be > 0"),
-        (lambda: TasksetScheduler([Table(1)], 1, operators=[{"name": "pass_rate_calculator", "arg": {}}]), "name and maybe args"),
-        (lambda: reward_per_sample(one_sample(), "x"), "'x'"),
-        (lambda: reward_per_sample(one_sample(rewards_NR=None, reward_names=())), "no info"),
-        (lambda: PassRateCalculator().process(one_sample(tasks=["x"])), "taskset_id and index"),
+        (lambda: TasksetScheduler([Table(1)], 1, operators=[{"nam": ""}]), "name and maybe args"),
     ],
-)  # fmt: skip
+)
 def test_refused_arguments(call, match):
     with pytest.raises(ValueError, match=match):
         call()

@@ -4,21 +4,21 @@ import json
 import pickle
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.difficulty import PassRateEstimator, _pool_feedback
+from grpo_nb.difficulty import PassRateEstimator
 from grpo_nb.selectors import (
     TaskSelectorConfig,
-    _gumbel_top_k,
     easy_to_hard,
-    learnability,
     make_selector,
     nearest,
 )
+from grpo_nb.tasks import Taskset
 
 CONFORMANCE = Path(__file__).parent / "conformance"
 pytestmark = pytest.mark.filterwarnings("ignore:difficulty_based with tau")
@@ -33,18 +33,12 @@ def by_name(name, but=()):
     return [pytest.param(c, id=c["name"]) for c in cases(name) if c["name"] not in but]
 
 
-def case_of(name, case):
-    return next(c for c in cases(name) if c["name"] == case)
-
-
 def close(got, want, tolerance):
     want = np.asarray(want, float)
     return (np.abs(got - want) <= tolerance["atol"] + tolerance["rtol"] * np.abs(want)).all()
 
 
 # Records of Trinity-RFT -------------------------------------------------------------------------
-
-LOSSY = "difficulty_based/reload_loses_posterior"  # what a resume without the posterior gives
 
 
 def build(case):
@@ -58,7 +52,9 @@ def build(case):
     return make_selector(data, TaskSelectorConfig(p["selector"], p["seed"], list(features), kwargs))
 
 
-@pytest.mark.parametrize("case", by_name("selectors_trinity", but={LOSSY}))
+@pytest.mark.parametrize(
+    "case", by_name("selectors_trinity", but={"difficulty_based/reload_loses_posterior"})
+)
 def test_selector_records(case):
     p, want = case["params"], case.get("expected_right", case["expected"])
     if "error" in want and "at_call" not in want:
@@ -91,27 +87,7 @@ def test_selector_records(case):
         assert close(beta, want["beta_after_last"], case["tolerance"])
 
 
-def test_state_without_estimator_is_refused_and_ours_keeps_the_posterior():
-    "The recorded stream of this case is what losing the posterior gives; ours is the uninterrupted one."
-    case = case_of("selectors_trinity", LOSSY)
-
-    def run(reload):
-        s, rows = build(case), []
-        for call, size in enumerate(case["params"]["batch_sizes"]):
-            rows.append(s.get_indices(size).tolist())
-            s.update(*case["inputs"]["feedback"][str(call)])
-            if call in reload:
-                old, s = s.state_dict(), build(case)
-                s.load_state_dict(old)
-        return rows
-
-    rows, want = run(case["params"]["reload_after"]), case["expected"]["indices"]
-    assert rows == run(()) != want and rows[:3] == want[:3]
-    with pytest.raises(ValueError, match="holds no estimator"):
-        build(case).load_state_dict({"current_index": 12})
-
-
-# the only records not matched: a property is required instead, each has its own test below
+# the only records not matched: what holds instead stands in the notebook, under "What goes wrong elsewhere"
 OTHER_RULE = {"duplicate_indices", "equal_anchors", "reward_above_one"}
 
 
@@ -131,36 +107,6 @@ def test_estimator_records(case):
         assert close(est.mean(), want["mean"], tol) and close(alpha + beta, want["count"], tol)
         draw = np.random.default_rng(p["sample_seed"]).beta(alpha, beta)
         assert close(draw, want["sample"], {"rtol": 1e-8, "atol": 1e-8})
-
-
-def test_record_duplicates_are_pooled_by_their_samples():
-    case = case_of("estimator_trinity", "duplicate_indices")
-    weaker, stronger = np.array(case["inputs"]["features"]).T
-    est = PassRateEstimator(4, weaker, stronger)
-    est.update(**case["inputs"]["updates"][0])
-    alpha, beta = est.posterior()
-    assert np.allclose((alpha[1], beta[1]), (17, 17)) and np.allclose((alpha[2], beta[2]), (9, 9))
-    f0, f1 = weaker[1:3].mean(), stronger[1:3].mean()
-    assert np.isclose(est.interpolation, (0.5 - f0) / (f1 - f0 + 1e-6))
-    theirs = np.array(case["expected"][0]["alpha"])  # mean over three entries, not over two tasks
-    assert not np.allclose(alpha[[0, 3]], theirs[[0, 3]])
-
-
-def test_record_equal_anchors_keep_the_interpolation_bounded():
-    case = case_of("estimator_trinity", "equal_anchors")
-    est = PassRateEstimator(3, *np.array(case["inputs"]["features"]).T)
-    for update in case["inputs"]["updates"]:
-        est.update(**update)
-        assert est.interpolation is None or 0 <= est.interpolation <= 1
-    assert est.count["skipped_interpolation"] == 1
-    assert case["expected"][-1]["c"] > 1e5  # what skipping avoids
-
-
-def test_record_reward_above_one_is_refused():
-    case = case_of("estimator_trinity", "reward_above_one")
-    models, update = np.array(case["inputs"]["features"]).T, case["inputs"]["updates"][0]
-    with pytest.raises(ValueError, match="must lie in"):
-        PassRateEstimator(4, *models).update(**update)
 
 
 # Orders ------------------------------------------------------------------------------------------
@@ -204,8 +150,6 @@ def test_easy_to_hard_takes_integers_memmaps_and_single_precision(tmp_path):
     small = np.random.default_rng(1).integers(0, 5, 500)
     assert (easy_to_hard([small]) == np.lexsort((np.arange(500), small))[::-1]).all()
     assert (easy_to_hard([small.astype(np.uint8)]) == easy_to_hard([small])).all()
-    with pytest.raises(ValueError, match="one each"):
-        easy_to_hard([small, f], ascending=[True])
 
 
 @pytest.mark.parametrize("name", ["random", "difficulty_based", "thompson", "learnability"])
@@ -220,20 +164,11 @@ def test_batch_above_n_is_an_error_or_fills_up_with_whole_draws(name):
 
 
 def test_data_sources():
-    class Wrapper:
-        dataset = {"a": [0.1, 0.2, 0.3]}
-        dataset_size = 3
-
-    class Taskset:
-        def __len__(self):
-            return 3
-
-        def column(self, name):
-            return np.array([0.1, 0.2, 0.3])
-
-    for source in (Wrapper(), Taskset(), {"a": np.array([0.1, 0.2, 0.3])}):
+    values = [0.1, 0.2, 0.3]
+    wrapper = SimpleNamespace(dataset={"a": values}, dataset_size=3)
+    for source in (wrapper, Taskset.load([{"prompt": "p", "a": v} for v in values])):
         s = make_selector(source, TaskSelectorConfig("offline_easy2hard", 0, ["a"]))
-        assert s.num_tasks == 3 and s.column("a").tolist() == [0.1, 0.2, 0.3]
+        assert s.num_tasks == 3 and s.column("a").tolist() == values
         assert s.get_indices(3).tolist() == [2, 1, 0]
 
 
@@ -253,17 +188,12 @@ BOTS = {"selector_type": "difficulty_based", "feature_keys": ["a", "b"]}
 @pytest.mark.parametrize(
     "data, config, message",
     [
-        (FEATURES, "shufle", "Did you mean 'shuffle'"),
         ({"x": []}, None, "data source is empty"),
         ({"x": [1], "y": [1, 2]}, None, "equal lengths"),
-        ({}, None, "data source is empty"),
         (FEATURES, {"selector_type": "shuffle", "kwargs": {"random_method": "c"}}, "random_method"),
-        (FEATURES, {"selector_type": "offline_easy2hard", "feature_keys": ["aa"]}, "Did you mean 'a'"),
         (FEATURES, {"selector_type": "offline_easy2hard", "feature_keys": ["text"]}, "one number per task"),
-        (FEATURES, {**BOTS, "feature_keys": []}, "two feature_keys"),
         (FEATURES, {**BOTS, "feature_keys": ["a", "far"]}, "must lie in"),
         (FEATURES, {**BOTS, "kwargs": {"target_reward": 2}}, "target_reward must be >= 0 and <= 1"),
-        (FEATURES, {**BOTS, "kwargs": {"tau": -1}}, "tau must be >= 0"),
         (FEATURES, {**BOTS, "kwargs": {"method": "sparse"}}, "method"),
         (FEATURES, {**BOTS, "kwargs": {"m": 0}}, "m must be > 0"),
         (FEATURES, {"selector_type": "thompson", "kwargs": {"pool": 0}}, "pool must be"),
@@ -308,39 +238,16 @@ def test_estimator_equals_a_loop_over_tasks(seed, lamb, rho):
         assert np.allclose(est.posterior(), (alpha, beta), rtol=1e-12, atol=1e-12)
 
 
-def test_one_sample_adds_to_the_posterior_and_counts_are_used_per_task():
-    "A public MoPPS code overwrites alpha when a task has a single sample."
-    est = PassRateEstimator(3, rho=0, lamb=0)
-    for _ in range(3):
-        est.update([0], [1.0], [1])
-    est.update([1, 2], [0.5, 0.5], [4, 64])
-    assert [x.tolist() for x in est.posterior()] == [[4, 3, 33], [1, 3, 33]]
-
-
-def test_faded_evidence_is_none():
-    est = PassRateEstimator(2, lamb=0.5)
-    est.update([0], [1.0])
-    for _ in range(60):
-        est.update([1], [0.5])
-    assert est.posterior()[0][0] == est.posterior()[1][0] == 1.0
-
-
-@pytest.mark.parametrize(
-    "indices, values, options, message",
-    [
-        ([4], [0.5], {}, "0..3"),
-        ([-1], [0.5], {}, "0..3"),
-        ([0.5], [0.5], {}, "integers"),
-        ([0, 1], [0.5], {}, "one value per index"),
-        ([0], [0.5], {"counts": [0]}, "positive"),
-        ([0], [3.0], {}, "got 3 for task 0"),
-        ([0], [-0.1], {}, "must lie in"),
-    ],
-)
-def test_refused_feedback(indices, values, options, message):
-    with pytest.raises(ValueError, match=message):
-        _pool_feedback(4, indices, values, **options)
-    assert len(_pool_feedback(4, [], [])[0]) == 0
+def test_feedback_that_does_not_fit_is_refused():
+    est = PassRateEstimator(4, rho=0)
+    for feedback, message in (
+        (([4], [0.5]), "0..3"),
+        (([0.5], [0.5]), "integers"),
+        (([0, 1], [0.5]), "one value per index"),
+        (([0], [0.5], [0]), "positive"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            est.update(*feedback)
 
 
 ADAPTIVE = {"difficulty_based": ["a", "b"], "thompson": [], "learnability": [], "greso": []}
@@ -407,15 +314,6 @@ def test_difficulty_based_follows_the_softmax_exactly(method):
     assert chi_square([tuple(s.get_indices(2).tolist()) for _ in range(2000)], w) < 74.7
 
 
-def test_learnability_follows_plackett_luce():
-    kwargs = {"pool": None, "lamb": 0}
-    s = make_selector({"x": np.zeros(6)}, {"selector_type": "learnability", "kwargs": kwargs})
-    s.update(range(5), [0.5, 0.25, 0.75, 1.0, 0.0], np.full(5, 16))
-    w = learnability(*s.estimator.posterior()) + 1e-6
-    draws = [tuple(s.get_indices(2).tolist()) for _ in range(4000)]
-    assert chi_square(draws, w) < 59.7  # 99.9 % point, 29 degrees of freedom
-
-
 def test_thompson_draws_choose_tasks_as_often_as_drawing_says():
     "How often each of 6 tasks is the nearest draw: an own simulation of the posterior says the same."
     kwargs = {"lamb": 0, "pool": None}
@@ -425,15 +323,6 @@ def test_thompson_draws_choose_tasks_as_often_as_drawing_says():
     want = np.bincount(np.abs(x - 0.5).argmin(1), minlength=6) / 20_000
     got = np.bincount([s.get_indices(1)[0] for _ in range(3000)], minlength=6) / 3000
     assert np.abs(got - want).max() < 0.04
-
-
-def test_more_than_2_to_the_24_logits():
-    "torch.multinomial refuses more than 2**24 categories."
-    n = 2**24 + 9
-    logits = np.full(n, -60.0)
-    logits[-3:] = 0.0
-    got = _gumbel_top_k(logits, 3, np.random.default_rng(0))
-    assert sorted(got.tolist()) == [n - 3, n - 2, n - 1]
 
 
 # Exact resume ------------------------------------------------------------------------------------

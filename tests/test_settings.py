@@ -39,21 +39,21 @@ def test_the_batch_comes_out_right(case):
     c = got.config
     samples = c.train_batch_size * c.num_generations
     per_update = c.update.minibatch_size or samples
-    assert (c.train_batch_size, c.num_generations) == (
-        want["prompts_per_rollout"],
-        want["samples_per_prompt"],
-    )
-    assert (samples, per_update, c.update.num_epochs) == (
-        want["samples_per_rollout"], want["samples_per_optimizer_step"], want["passes_over_rollout"]
-    )  # fmt: skip
-    assert (
-        math.ceil(samples / per_update) * c.update.num_epochs == want["optimizer_steps_per_rollout"]
-    )
+    updates = math.ceil(samples / per_update) * c.update.num_epochs
+    found = [
+        c.train_batch_size,
+        c.num_generations,
+        samples,
+        per_update,
+        c.update.num_epochs,
+        updates,
+    ]
+    names = "prompts_per_rollout samples_per_prompt samples_per_rollout samples_per_optimizer_step"
+    names += " passes_over_rollout optimizer_steps_per_rollout"
+    assert found == [want[name] for name in names.split()]
     many = lambda n, word: f"{n:,} {word}{'s' * (n != 1)}"
-    assert got.batch == (
-        f"{many(want['prompts_per_rollout'], 'prompt')} x {many(want['samples_per_prompt'], 'sample')}, "
-        f"{many(want['optimizer_steps_per_rollout'], 'update')}"
-    )
+    shape = f"{many(c.train_batch_size, 'prompt')} x {many(c.num_generations, 'sample')}"
+    assert got.batch == f"{shape}, {many(updates, 'update')}"
 
 
 def test_the_length_comes_out_right(case):
@@ -66,25 +66,15 @@ def test_the_length_comes_out_right(case):
 
 def test_optimizer_sampling_advantage_and_seed_come_out_right(case):
     want, got, _ = case
-    c, o, s, a = got.config, want["optimizer"], want["sampling"], want["advantage"]
-    assert (c.optimizer.lr, c.optimizer.schedule, c.optimizer.weight_decay) == (
-        o["learning_rate"],
-        o["schedule"],
-        o["weight_decay"],
-    )
-    assert c.update.max_grad_norm == o["max_grad_norm"]
+    c, o, a, p = got.config, want["optimizer"], want["advantage"], got.config.policy
+    assert c.optimizer.lr == o["learning_rate"] and c.update.max_grad_norm == o["max_grad_norm"]
+    assert all(getattr(c.optimizer, k) == o[k] for k in ("schedule", "weight_decay"))
     if not isinstance(o["warmup"], str):  # else a share of a run of unknown length
         assert c.optimizer.warmup == o["warmup"]
     if "betas" in o:
         assert list(c.optimizer.betas) == o["betas"]
-    p = c.policy
-    assert (p.temperature, p.top_p, p.top_k, p.max_new_tokens) == (
-        s["temperature"],
-        s["top_p"],
-        s["top_k"],
-        s["max_new_tokens"],
-    )
-    assert (c.advantage.mode, c.advantage.eps, c.advantage.ddof) == (a["mode"], a["eps"], a["ddof"])
+    assert {k: getattr(p, k) for k in want["sampling"]} == want["sampling"]
+    assert all(getattr(c.advantage, k) == a[k] for k in ("mode", "eps", "ddof"))
     assert c.advantage.weights == a.get("reward_weights")
     assert p.lora == want["lora"]
     assert "seed" not in want or c.seed == want["seed"]
@@ -93,17 +83,10 @@ def test_optimizer_sampling_advantage_and_seed_come_out_right(case):
 def test_the_loss_comes_out_right(case):
     want, got, _ = case
     w, c = want["loss"], got.config.update.loss
-    assert (c.policy_loss, c.aggregation, c.entropy_coef) == (
-        w["policy_loss"],
-        w["aggregation"],
-        w["entropy_coef"],
-    )
-    assert (c.clip.low, c.clip.upper, c.clip.dual) == (
-        w["clip_low"],
-        w["clip_high"],
-        w["dual_clip"],
-    )
-    assert (c.kl_coef, c.kl_importance) == (w["kl_coef"], w["kl_importance"])
+    same = "policy_loss aggregation entropy_coef kl_coef kl_importance".split()
+    assert [getattr(c, k) for k in same] == [w[k] for k in same]
+    clip = [w[k] for k in ("clip_low", "clip_high", "dual_clip")]
+    assert [c.clip.low, c.clip.upper, c.clip.dual] == clip
     assert w["kl_kind"] in (None, c.kl_kind)
     assert c.ratio_max == w.get("ratio_max") and c.max_length == w.get("max_length")
     assert c.level == w.get("ratio_level", "token")
@@ -129,9 +112,7 @@ def test_every_key_is_taken_or_told(case):
     assert set(got.taken) | set(got.left) >= {k for k in given if not isinstance(given[k], dict)}
     assert not set(got.taken) & set(got.left)
     assert set(want["taken"]) <= set(got.taken)
-    assert set(whole["not_taken"]) - {
-        k for k in whole["not_taken"] if isinstance(given.get(k), dict)
-    } <= set(got.left)
+    assert {k for k in whole["not_taken"] if not isinstance(given.get(k), dict)} <= set(got.left)
     unknown = [k for k, why in got.left.items() if why.startswith("not a key")]
     assert set(unknown) <= set(want["unknown_keys"])
 
@@ -166,11 +147,8 @@ def test_a_shell_script_and_a_yaml_file_are_read_alike(tmp_path):
     overrides = CASES["verl/02_dapo_two_nodes"]["overrides"]
     script = tmp_path / "run.sh"
     lines = " \\\n    ".join(f"'{o}'" for o in overrides)
-    script.write_text(
-        f"set -x\nn=16\npython3 -m verl.trainer.main_ppo \\\n    {lines} $@\n".replace(
-            "=16'", "='$n"
-        ).replace(" $@", "")
-    )
+    lines = lines.replace("=16'", "='$n")
+    script.write_text(f"set -x\nn=16\npython3 -m verl.trainer.main_ppo \\\n    {lines}\n")
     assert config_from_verl(script).config == config_from_verl(overrides).config
     (tmp_path / "run.yaml").write_text(
         "data: {train_batch_size: 64}\nactor_rollout_ref: {actor: {ppo_mini_batch_size: 64, optim: {lr: 1e-5}}, rollout: {n: 4}}\n"

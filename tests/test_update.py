@@ -11,7 +11,7 @@ from grpo_nb.core import Rollout, seeded
 from grpo_nb.losses import LossConfig
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import Taskset, data_path
-from grpo_nb.update import KLStop, RatioMismatch, UpdateConfig, check_on_policy, update
+from grpo_nb.update import KLStop, UpdateConfig, update
 
 GOOD = ("fixed", "progressive", "previous_epoch")
 
@@ -57,9 +57,8 @@ def case(seed=0, tasks=(0, 1, 2), generations=6):
 
 def run(config, seed=0, lr=0.5, optimizer=torch.optim.SGD, **kw):
     policy, r, adv = case(seed)
-    got = update(
-        policy, r, adv, optimizer(policy.parameters(), lr), config, generator=seeded(0, "mb"), **kw
-    )
+    step = optimizer(policy.parameters(), lr)
+    got = update(policy, r, adv, step, config, generator=seeded(0, "mb"), **kw)
     return policy.logits.detach(), got
 
 
@@ -77,36 +76,16 @@ def tokens():
 
 
 @pytest.mark.parametrize("scheme", GOOD)
-@pytest.mark.parametrize("num_epochs", [1, 2, 4, 8])
-@pytest.mark.parametrize("size", [None, 6, 5])
-def test_lr_zero_every_ratio_is_exactly_one(num_epochs, scheme, size):
-    config = UpdateConfig(
-        num_epochs=num_epochs, scheme=scheme, minibatch_size=size, whole_groups=size != 5
-    )
-    moved, got = run(config, lr=0.0)
-    assert torch.equal(moved, Table().logits.detach())
-    assert got.done == got.planned == num_epochs * {None: 1, 6: 3, 5: 4}[size]
-    for row in got.rows:
-        assert row["ratio/min"] == row["ratio/max"] == row["ratio/mean"] == 1
-        assert row["kl_old/k1"] == row["kl_old/k3"] == row["clip_ratio/region_mean"] == 0
-        assert row["clip_ratio/low_min"] == row["clip_ratio/high_max"] == 0
-
-
-@pytest.mark.parametrize("scheme", GOOD)
-@pytest.mark.parametrize("num_epochs", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_epochs", [1, 3])
 def test_lr_zero_with_a_language_model(tokens, num_epochs, scheme):
     policy, r, adv = tokens
     before = {k: v.clone() for k, v in policy.state_dict().items()}
     # old log-probs from the scorer: ratios are then exact, and only exact where nothing depends on the epoch
     exact = r.replace(old_logp_NS=policy.logp(r).detach())
     for rollout, tol in ((exact, 0.0), (r, 1e-4)):
-        got = update(
-            policy,
-            rollout,
-            adv,
-            torch.optim.AdamW(policy.parameters(), 0.0),
-            UpdateConfig(num_epochs=num_epochs, scheme=scheme, skip_zero_advantage=False),
-        )
+        adamw = torch.optim.AdamW(policy.parameters(), 0.0)
+        config = UpdateConfig(num_epochs=num_epochs, scheme=scheme, skip_zero_advantage=False)
+        got = update(policy, rollout, adv, adamw, config)
         assert got.done == num_epochs
         for row in got.rows:
             assert abs(row["ratio/min"] - 1) <= tol and abs(row["ratio/max"] - 1) <= tol
@@ -114,21 +93,13 @@ def test_lr_zero_with_a_language_model(tokens, num_epochs, scheme):
     assert all(torch.equal(v, before[k]) for k, v in policy.state_dict().items())
 
 
-def test_ratios_move_minibatch_by_minibatch():
-    "4 epochs x 3 minibatches: exactly 1 at the very first, further away in the second epoch than in the first."
-    rows = run(UpdateConfig(num_epochs=4, minibatch_size=6))[1].rows
-    spread = [r["ratio/max"] - r["ratio/min"] for r in rows]
-    assert spread[0] == 0 and all(x > 0 for x in spread[3:])
-    assert min(spread[3:6]) > max(spread[:1]) and max(spread[9:]) > max(spread[3:6])
-
-
 def test_the_first_gradient_is_the_policy_gradient_by_finite_differences():
     policy, r, adv = case()
-    f = lambda z: -(adv[:, None] * z[r.states["task"]].log_softmax(-1).gather(-1, r.states["action"][..., None])[..., 0])[r.mask_NS].mean()  # fmt: skip
+    logp = lambda z: z[r.states["task"]].log_softmax(-1).gather(-1, r.states["action"][..., None])
+    f = lambda z: -(adv[:, None] * logp(z)[..., 0])[r.mask_NS].mean()
     start, eps = policy.logits.detach().clone(), 1e-6
-    update(
-        policy, r, adv, torch.optim.SGD(policy.parameters(), 1.0), UpdateConfig(max_grad_norm=None)
-    )
+    sgd = torch.optim.SGD(policy.parameters(), 1.0)
+    update(policy, r, adv, sgd, UpdateConfig(max_grad_norm=None))
     step = start - policy.logits.detach()
     for index in ((0, 0, 0), (1, 1, 2), (2, 2, 3)):
         d = torch.zeros_like(start)
@@ -138,38 +109,6 @@ def test_the_first_gradient_is_the_policy_gradient_by_finite_differences():
 
 
 # ----------------------------------------------------------------------------------------------------- schemes
-
-
-def test_schemes_agree_at_one_epoch_and_differ_at_three():
-    end = lambda scheme, k: run(UpdateConfig(num_epochs=k, scheme=scheme))[0]
-    assert torch.equal(end("fixed", 1), end("progressive", 1))
-    assert torch.equal(end("fixed", 1), end("on_policy", 1))
-    assert not torch.equal(end("fixed", 3), end("progressive", 3))
-    assert torch.equal(
-        end("fixed", 2), end("previous_epoch", 2)
-    )  # its first two ratios are to the sampler
-    others = [end(scheme, 3) for scheme in ("fixed", "progressive")]
-    assert not any(torch.equal(end("previous_epoch", 3), o) for o in others)
-
-
-@pytest.mark.filterwarnings("ignore:scheme='reference'")
-def test_reference_equals_fixed_in_the_very_first_step_only():
-    "The fault is invisible while the policy is the reference."
-    same = run(UpdateConfig(scheme="reference"), reference=Table())[0]
-    assert torch.equal(same, run(UpdateConfig())[0])
-    both = {}
-    for scheme in ("reference", "fixed"):
-        moved = Table()
-        moved.logits.data += torch.tensor([1.0, 0, 0, 0]).double()
-        r = moved.sample([0, 1, 2], 6, seeded(1, "sampling"))
-        sgd = torch.optim.SGD(moved.parameters(), 0.5)
-        both[scheme] = update(moved, r, case()[2], sgd, UpdateConfig(scheme=scheme), Table()).rows[
-            0
-        ]
-    wall, right = both["reference"], both["fixed"]
-    assert wall["ratio/max"] > 1.1 and right["ratio/max"] == 1
-    assert wall["clip_ratio/region_mean"] > 0 == right["clip_ratio/region_mean"]
-    assert wall["kl_old/k3"] == right["kl_old/k3"] == 0  # the sampler is the policy
 
 
 def test_two_updates_of_one_epoch_are_one_of_two():
@@ -214,19 +153,6 @@ def test_the_stopped_update_leaves_parameters_and_optimizer_alone():
     assert torch.equal(moved, same) and full.done == got.done
 
 
-def test_a_mismatch_is_refused_before_any_step():
-    policy, r, adv = case()
-    start = policy.logits.detach().clone()
-    sgd = torch.optim.SGD(policy.parameters(), 0.5)
-    off = r.replace(old_logp_NS=r.old_logp_NS + 0.001)
-    with pytest.raises(RatioMismatch, match=r"up to 0.001 \(tolerance 0.0001; 100% of the steps\)"):
-        update(policy, off, adv, sgd)
-    with pytest.raises(RatioMismatch, match="dropout"):
-        check_on_policy(policy, off)
-    assert torch.equal(policy.logits.detach(), start)
-    assert update(policy, off, adv, sgd, UpdateConfig(check_tol=0.01)).done == 1
-
-
 def test_samples_of_older_policies_are_not_held_against_the_first_ratio():
     policy, r, adv = case()
     old = torch.arange(len(r)) % 2
@@ -250,16 +176,12 @@ def test_what_is_not_finite_is_skipped_and_counted(bad):
     policy.logits.register_hook(spoil)
     opt = torch.optim.AdamW(policy.parameters(), 0.05)
     got = update(policy, r, adv, opt, UpdateConfig(num_epochs=3))
-    assert (got.done, got.nonfinite, [x["skipped"] for x in got.rows]) == (
-        2,
-        1,
-        [False, True, False],
-    )
+    assert (got.done, got.nonfinite) == (2, 1)
+    assert [x["skipped"] for x in got.rows] == [False, True, False]
     assert policy.logits.isfinite().all() and got.metrics()["upd/n_skipped"] == 1
     assert math.isfinite(got.metrics()["grad_norm"])
-    assert torch.equal(
-        policy.logits.detach(), run(UpdateConfig(2), lr=0.05, optimizer=torch.optim.AdamW)[0]
-    )
+    want, _ = run(UpdateConfig(2), lr=0.05, optimizer=torch.optim.AdamW)
+    assert torch.equal(policy.logits.detach(), want)
 
 
 # ------------------------------------------------------------------------------------------- split invariance
@@ -336,22 +258,10 @@ def test_truncated_samples_leave_numerator_and_denominator(aggregation):
 def test_all_truncated_moves_nothing_and_a_policy_that_does_not_say_is_refused():
     policy, r, adv = case()
     with pytest.raises(ValueError, match="needs info\\['truncated'\\]"):
-        update(
-            policy, r, adv, torch.optim.SGD([policy.logits], 1.0), UpdateConfig(mask_truncated=True)
-        )
+        sgd = torch.optim.SGD([policy.logits], 1.0)
+        update(policy, r, adv, sgd, UpdateConfig(mask_truncated=True))
     before = policy.logits.detach().clone()
     r.info["truncated"] = torch.ones(len(r), dtype=torch.bool)
     config = UpdateConfig(mask_truncated=True, loss=LossConfig(kl_coef=0.1))
     got = update(policy, r, adv, torch.optim.SGD([policy.logits], 1.0), config, Table(seed=5))
     assert torch.equal(policy.logits, before) and got.rows[0]["loss"] == 0
-
-
-def test_truncated_samples_of_a_language_model_leave_its_loss(tokens):
-    _, r, adv = tokens
-    cut, config = torch.arange(24) % 4 == 1, UpdateConfig(mask_truncated=True)
-    marked = r.replace(info=r.info | {"truncated": cut})
-    twin, want = (TokenPolicy.from_pretrained(data_path("tiny-llama")) for _ in range(2))
-    update(twin, marked, adv, torch.optim.SGD(twin.parameters(), 0.1), config)
-    update(want, r[~cut], adv[~cut], torch.optim.SGD(want.parameters(), 0.1))
-    for a, b in zip(twin.parameters(), want.parameters()):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pytest
 
 from grpo_nb.lab.what_if import read_samples, what_if
 
@@ -28,33 +27,6 @@ def test_groups_of_verl_are_neighbours_with_equal_prompts():
     assert frame.attrs["components"] == ["acc", "length"]
     assert set(frame.groupby("group").size()) == {4}
     assert (frame.groupby("group")["prompt"].nunique() == 1).all()
-
-
-def test_the_same_prompt_drawn_twice_in_a_row_is_two_groups():
-    one = pd.DataFrame(
-        {"step": 1, "prompt": ["a"] * 4 + ["b"] * 8 + ["a"] * 4, "r": np.arange(16) % 3}
-    )
-    assert read_samples(one)["group"].tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
-    assert read_samples(one, group_size=2)["group"].nunique() == 8
-    uneven = one.drop(index=[5])  # a group that lost a sample stays one
-    assert read_samples(uneven)["group"].nunique() == 3
-
-
-def test_the_deciding_component_is_that_of_the_sum():
-    "For an advantage that is linear in the components the shares are those of its variance."
-    rng = np.random.default_rng(0)
-    rows = pd.DataFrame(
-        {
-            "step": 1,
-            "prompt": np.repeat([f"p{i}" for i in range(500)], 8),
-            "x": rng.normal(size=4000),
-            "y": 3 * rng.normal(size=4000),
-        }
-    )
-    table = what_if(rows, ["dr_grpo", "mo_grpo"]).table()
-    assert table.loc["dr_grpo", "decided by y"] == pytest.approx(0.9, abs=0.01)
-    shares = table.loc["mo_grpo", ["decided by x", "decided by y"]]
-    assert shares.iloc[0] == pytest.approx(shares.iloc[1], abs=0.02)
 
 
 def test_components_that_a_table_lacks_and_rewards_that_are_all_none(tmp_path):
