@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from grpo_nb.cli import main
@@ -317,13 +318,6 @@ def test_an_unknown_metric_ends_the_study_before_anything_is_trained(tmp_path, w
         contest(metric="rewards", **kw)
 
 
-def test_a_real_run_with_an_unknown_metric_makes_no_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(GRPO, "step", lambda *a, **kw: pytest.fail("a step was made"))
-    for wrong in ("eval_samplde", "entropie", "completions/mean"):
-        with pytest.raises(ValueError, match=f"Unknown metric '{wrong}'"):
-            compare({"a": {}}, BASE, seeds=1, budget=Steps(1), metric=wrong, dir=tmp_path)
-
-
 def test_a_make_that_ignores_its_configuration_is_found_out(tmp_path):
     recipe = data_path("recipes/quickstart.yaml")
     for make, match in (
@@ -359,20 +353,6 @@ def test_a_recipe_is_checked_before_anything_is_trained(tmp_path, capsys):
     assert "2 steps per run" in out and "P(" in out
 
 
-def test_variants_that_are_the_same_are_runs_of_their_own(tmp_path):
-    log = tmp_path / "log"
-    log.write_text("")
-
-    def make(config):
-        log.write_text(log.read_text() + ".")
-        return Fake(config.seed + len(log.read_text()))
-
-    kw = {"make": make, "seeds": [0], "budget": Steps(2), "dir": tmp_path}
-    first = contest({"a b": {}, "a_b": {}}, **kw)
-    assert log.read_text() == ".." and first.runs[0]["curve"] != first.runs[1]["curve"]
-    assert contest({"a b": {}, "a_b": {}}, **kw).runs == first.runs
-
-
 # statistics
 
 
@@ -393,8 +373,8 @@ def test_scores_by_task_are_stored_and_give_an_interval_for_other_tasks(tmp_path
     assert [float(x) for x in said.groups()] == pytest.approx(two_way_interval(mine), abs=6e-4)
 
 
-@pytest.mark.parametrize("n", [5, 10])
-@pytest.mark.parametrize("noise", [0.0, 1.0, 3.0])  # of the baseline, in those of the variants
+# the noise of the baseline, in those of the variants
+@pytest.mark.parametrize("n, noise", [(5, 0.0), (10, 3.0)])
 def test_a_study_of_nothing_finds_nothing_in_95_of_100(n, noise):
     rng, studies, arms = np.random.default_rng(n), 400, 6
     x = rng.normal(size=(studies, arms, n)) - noise * rng.normal(size=(studies, 1, n))
@@ -415,7 +395,7 @@ def test_reports_escape_what_they_draw(tmp_path):
     arms = {k: {"make.rate": 0.05 * i} for i, k in enumerate(odd, 1)}
     study = contest(arms, seeds=range(5), budget=Steps(3), eval_every=Steps(1), dir=tmp_path / "d")
     assert "<i>" not in study.table()._repr_html_()
-    for title in (3, r"$\frac$", "<i>{{ 3 }}", None):
+    for title in (3, r"$\frac$<i>{{ 3 }}"):
         page = study.report(tmp_path / "r.html", title).read_text()
         assert "<i>" not in page and "{{ 3 }}" in page and r"$\frac$" in page
     shown = [t.get_text() for t in study.plot().axes[0].get_legend().get_texts()]
@@ -674,6 +654,13 @@ if __name__ == "__main__":
 """
 
 
+def processes_of(mark):
+    "Living processes whose environment has the mark."
+    running = psutil.process_iter(["environ", "status"])
+    marked = [p.info for p in running if (p.info["environ"] or {}).get("MARK") == mark]
+    return [p for p in marked if p["status"] != psutil.STATUS_ZOMBIE]
+
+
 def wait_for(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -681,21 +668,6 @@ def wait_for(condition, seconds=60):
     return condition()
 
 
-def processes_of(mark):
-    "Living processes whose environment has the mark."
-    found = []
-    for at in Path("/proc").glob("[0-9]*"):
-        try:
-            dead = at.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "Z"
-            marks = at.joinpath("environ").read_bytes().split(b"\0")
-            if not dead and f"MARK={mark}".encode() in marks:
-                found.append(int(at.name))
-        except OSError:
-            pass
-    return found
-
-
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks into /proc")
 @pytest.mark.parametrize(
     "how,when",
     [(signal.SIGKILL, 0.0), (signal.SIGKILL, 1.5), (signal.SIGTERM, None), (signal.SIGINT, None)],

@@ -102,12 +102,6 @@ def test_every_trained_group_varies_and_the_row_says_what_it_cost():
         assert 0 < row["train/mean_metric_std"] < 0.5 and row["filter/age_max"] == 0
 
 
-def test_held_out_tasks_are_never_filtered():
-    t = make("steps=1", "eval.samples=4", "eval.limit=20", eval_tasks=TASKS)
-    off = make("filter_groups.enable=false", "eval.samples=4", "eval.limit=20", eval_tasks=TASKS)
-    assert t.evaluate().values == off.evaluate().values and t.collector.gen_steps == 0
-
-
 # --- configuration -------------------------------------------------------------------------------
 
 
@@ -278,17 +272,6 @@ def test_a_partial_batch_is_trained_on_and_counted():
 
 
 # --- one batch: drop and mask ----------------------------------------------------------------------
-
-
-def test_drop_and_mask_train_the_same_policy():
-    both = []
-    for action in ("drop", "mask"):
-        t = make("steps=1", f"filter_groups.action={action}", "train_batch_size=12")
-        t.optimizer = torch.optim.SGD(t.policy.parameters(), 0.1)
-        row = t.fit().history[-1]
-        assert row["train/num_gen_batches"] == 1 and 0 < row["filter/batch_fraction"] < 1
-        both.append(weights(t))
-    torch.testing.assert_close(*both, atol=1e-6, rtol=1e-5)
 
 
 # --- carry-over ----------------------------------------------------------------------------------

@@ -143,18 +143,3 @@ def test_the_result_is_the_float64_one_rounded_once(f):
         assert torch.equal(f(x[rows], ids[rows], [1, 0.5, 2]), precise.float())
         half = f(x[rows], ids[rows], [1, 0.5, 2], dtype=torch.bfloat16)
         assert torch.equal(half, precise.bfloat16())
-
-
-@pytest.mark.parametrize("f", [grpo, mo_grpo, rloo, gdpo])
-def test_rewards_of_any_stride_and_kind(f):
-    g = torch.Generator().manual_seed(1)
-    x = torch.rand(24, 3, generator=g, dtype=torch.float64)
-    ids = torch.arange(6).repeat_interleave(4)
-    want = f(x, ids)
-    wide = torch.rand(48, 6, generator=g, dtype=torch.float64)
-    wide[::2, ::2] = x
-    for other in (x.t().contiguous().t(), wide[::2, ::2], x.clone().requires_grad_(), x.numpy()):
-        assert torch.equal(f(other, ids), want)
-    assert torch.equal(f(x, ids.view(6, 4).t().contiguous().t().reshape(-1)), want)
-    one = x[:1].expand(24, 3)
-    assert (f(one, ids) == 0).all() and torch.equal(one[5], x[0])

@@ -10,22 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_nb.advantages import AdvantageConfig, Gate, compute_advantages, spread_to_tokens
+from grpo_nb.advantages import AdvantageConfig, Gate, compute_advantages
 from grpo_nb.applications import movielens as ml
-from grpo_nb.core import concat, seeded
 from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
-from grpo_nb.lab.recipe import GRPOConfig
-from grpo_nb.list_parsing import ListParser, _normalise_title, _read_item, parse_rollout
-from grpo_nb.losses import LossConfig
+from grpo_nb.list_parsing import _normalise_title, _read_item, parse_rollout
 from grpo_nb.ranking import (
     SafetyOracle,
     make_relevance_reward,
     make_safe_reward,
     make_safety_reward,
 )
-from grpo_nb.trainer import GRPO, OptimizerConfig
-from grpo_nb.update import UpdateConfig
+from grpo_nb.trainer import GRPO
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "data" / "build"))
@@ -68,21 +64,6 @@ def test_a_missing_wheel_is_named(monkeypatch, capsys):
     assert "recbole==1.2.1" in capsys.readouterr().out
 
 
-def test_generated_films_have_the_schema_and_tastes():
-    data = films._generated_movies(seed=3)
-    assert {g for f in data.films for g in f.genres} <= set(films._GENRES)
-    assert all(isinstance(f.year, int) and f.genres for f in data.films)
-    assert len(data.user_E) == len(data.film_E) == len(data.rating_E)
-    liked = list(data.liked().values())
-    member = np.zeros((len(liked), len(data.films)))
-    for row, mine in zip(member, liked):
-        row[mine] = 1
-    overlap = member @ member.T / member.sum(1, keepdims=True)
-    np.fill_diagonal(overlap, np.nan)
-    spread = np.nanmax(overlap, 1).mean() / np.nanmean(overlap)
-    assert spread > 2  # some other user shares far more than the average one
-
-
 def rank_rewards(task):
     return {
         "relevance": make_relevance_reward(task.parser, "exp_inf"),
@@ -93,15 +74,11 @@ def rank_rewards(task):
 def ranking_trainer(task, mode, rewards, **update):
     model = copy.deepcopy(task.model)
     policy = ml.RankingPolicy(model, task.tokenizer, task.parser, max_new_tokens=28)
-    loss = LossConfig(level="item", aggregation="seq_mean_item_mean")
-    config = GRPOConfig(
-        steps=1,
-        train_batch_size=4,
-        num_generations=4,
-        advantage=AdvantageConfig(mode=mode) if isinstance(mode, str) else mode,
-        update=UpdateConfig(loss=loss, **update),
-        optimizer=OptimizerConfig(lr=1e-3, warmup=0),
-    )
+    loss = {"level": "item", "aggregation": "seq_mean_item_mean"}
+    config = {"steps": 1, "train_batch_size": 4, "num_generations": 4, "update.loss": loss}
+    config |= {"optimizer.lr": 1e-3, "optimizer.warmup": 0}
+    config |= {"advantage.mode": mode} if isinstance(mode, str) else {"advantage": mode}
+    config |= {f"update.{k}": v for k, v in update.items()}
     return GRPO(policy, task.train, rewards, config, task.eval[:4])
 
 
@@ -140,12 +117,6 @@ def test_a_trainer_says_which_scales_cancel(task):
         ranking_trainer(task, gate, parts)  # here the scale decides when the gate opens
 
 
-def test_a_trainer_refuses_rewards_that_find_other_items(task):
-    other = ListParser(8, task.parser.catalogue)  # prose, which the policy's parser does not know
-    with pytest.raises(ValueError, match="Reward 'hit' finds items by"):
-        ranking_trainer(task, "grpo", {"hit": make_relevance_reward(other)})
-
-
 @pytest.mark.parametrize("mode", ["grpo", "gdpo"])
 def test_a_ranking_policy_trains_and_is_evaluated(task, mode):
     safe = {"safe": make_safe_reward(task.parser, task.oracle, "exp_inf")}
@@ -160,30 +131,6 @@ def test_a_ranking_policy_trains_and_is_evaluated(task, mode):
     parts = {"reward", *(f"sampled/{k}" for k in rewards)} if len(rewards) > 1 else set()
     assert set(scores.values) == {"greedy", "sampled"} | parts
     assert all(np.isfinite(v).all() for v in scores.values.values())
-
-
-def test_micro_batches_of_lists_give_the_gradient_of_the_whole(task):
-    grads = []
-    for micro_tokens in (None, 60):
-        trainer = ranking_trainer(task, "gdpo", rank_rewards(task), micro_tokens=micro_tokens)
-        trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 1e-3)
-        start = [p.detach().clone() for p in trainer.policy.parameters()]
-        trainer.step()
-        moved = [a.detach() - b for a, b in zip(trainer.policy.parameters(), start)]
-        grads.append(torch.cat([g.flatten() for g in moved]))
-    assert grads[0].abs().max() > 0
-    torch.testing.assert_close(*grads, atol=1e-7, rtol=1e-3)
-
-
-def test_padding_of_the_item_index_is_never_read(task):
-    policy = ml.RankingPolicy(task.model, task.tokenizer, task.parser, max_new_tokens=28)
-    wide = policy.sample(task.eval[:2], 2, seeded(0, "wide"))
-    policy.max_new_tokens = 7
-    both = concat([policy.sample(task.eval[:2], 2, seeded(0, "narrow")), wide])
-    item_NS, adv_NK = both.states["item"], torch.ones(8, 8)
-    assert (item_NS[:4][~both.mask_NS[:4]] == 0).any()  # padded with a rank
-    on_tokens = spread_to_tokens(adv_NK, both.mask_NS, item_NS)
-    assert torch.equal(on_tokens > 0, (item_NS >= 0) & both.mask_NS)
 
 
 def test_the_study_tunes_on_other_users_and_keeps_numbers_only(task, folder, tmp_path, monkeypatch):
@@ -227,12 +174,6 @@ def test_the_study_tunes_on_other_users_and_keeps_numbers_only(task, folder, tmp
         films.held_out(task, "test users")
 
 
-def test_unknown_text_is_refused_by_the_tokenizer():
-    tokenizer = films._film_tokenizer([films.Film("Heat", 1995, ())])
-    with pytest.raises(Exception, match="(?i)unk"):
-        tokenizer("Fargo (1996)")
-
-
 @needs_wheel
 def test_movielens_is_read_whole():
     data = films._read_ml100k(films._find_ml100k())
@@ -254,7 +195,6 @@ def test_every_movielens_line_is_read_back():
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == 900 and tokenizer.decode(ids) == text
     oracle = SafetyOracle(films._genre_risks(top.films), unknown="unsafe")
-    share = [
-        np.mean([oracle.violates(f.title, f.year, [t]) for f in top.films]) for t in oracle.traits
-    ]
-    assert all(0.2 < s < 0.6 for s in share)
+    for trait in oracle.traits:
+        bad = [oracle.violates(f.title, f.year, [trait]) for f in top.films]
+        assert 0.2 < np.mean(bad) < 0.6

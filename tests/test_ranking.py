@@ -307,28 +307,3 @@ def test_a_table_with_two_spellings_of_a_film_is_refused():
     agreed = SafetyOracle({"Heat (1995)": {"v": 1.0}, ("heat ", 1995): {"v": 1.0}}, "safe")
     assert agreed.violates("Heat", 1995, "v") == 1
     assert len(Titles(["Heat (1995)", "HEAT (1995)"])) == 1  # in a catalogue both say the same
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda p: ListParser(2.5), "num_ranks must be a whole number >= 1, got 2.5"),
-        (lambda p: Titles([3]), "pair \\(title, year\\), got 3"),
-        (lambda p: make_relevance_reward(p)(["p"], ["x"], relevant=[[], []]), "2 entries"),
-        (lambda p: make_relevance_reward(p, penalties={"overflow": 1.0}), "item status 'overflow'"),
-        (lambda p: make_relevance_reward(p, penalties={"seen": "much"}), "finite, got 'much'"),
-        (lambda p: SafetyOracle({}, None), "'safe', 'unsafe' or a number in \\[0, 1\\], got None"),
-        (lambda p: SafetyOracle({"A": {"x": NAN}}, "safe"), "must be >= 0 and <= 1, got nan"),
-        (lambda p: SafetyOracle({}, "safe", threshold="high"), "threshold must be"),
-        (lambda p: p([{"role": "assistant", "content": 3}]), "An answer is text"),
-    ],
-)
-def test_wrong_arguments_are_told_at_once(make, message):
-    with pytest.raises(ValueError, match=message):
-        make(ListParser(2))
-
-
-def test_a_chat_turn_without_text_is_an_empty_list():
-    reward = make_relevance_reward(ListParser(2), error=-1.0)
-    for turn in ({"role": "assistant", "content": None}, {"role": "assistant"}):
-        assert reward(["p"], [[turn]], relevant=[["Heat"]]) == [[-1, -1]]

@@ -1,5 +1,6 @@
 """Rewards: the contract, faults of functions, worker processes, ready rewards."""
 
+import gc
 import math
 import os
 import signal
@@ -193,8 +194,6 @@ def test_workers_end_when_the_runner_is_collected():
     folder = runner.pool.workers[0].folder
     assert len(children()) == 1 and os.path.isdir(folder)
     del runner
-    import gc
-
     gc.collect()
     assert children() == [] and not os.path.exists(folder)
 

@@ -160,26 +160,6 @@ def test_bandit_frequencies_match_its_distribution(policy):
     assert chi2 < 13.8 and expected.argmax() == 1  # 99.9 % point with 2 degrees of freedom
 
 
-def test_ucb_explores_and_forgets():
-    policy = UcbShares([5, 5], window=10)
-    policy.update(0, np.ones(100))
-    assert policy.scores()[1] > policy.scores()[0]  # never seen: the bonus wins
-    policy.update(1, np.zeros(100))
-    assert policy.scores()[0] > policy.scores()[1]
-    policy.update(0, np.zeros(10))
-    # the window holds zeros only
-    assert policy.scores()[0] == pytest.approx(np.sqrt(2 * np.log(211) / 111))
-
-
-def test_shares_of_one_s_own():
-    class Alternate:
-        def ids(self, start, count):
-            return np.arange(start, start + count) % 2
-
-    s = TasksetScheduler([Table(3), Table(3)], 4, shares=Alternate())
-    assert [k for k, _ in pairs(s.read())] == [0, 0, 1, 1]
-
-
 # Length of a run ---------------------------------------------------------------------------------
 
 
@@ -193,19 +173,6 @@ def test_number_of_reads(epochs, steps, batch, reads):
     assert s.max_steps == reads == len(list(s))
     with pytest.raises(StopIteration):
         s.read()
-
-
-def test_several_draws_per_step_count_as_samples():
-    "A filter that wants more groups reads again; a run of a fixed number of epochs ends at the same sample."
-    s = TasksetScheduler([Table(5), Table(7)], 3, "shuffle", total_epochs=2)
-    seen = []
-    try:
-        while True:
-            seen += pairs(s.read())
-            seen += pairs(s.read(2))
-    except StopIteration:
-        pass
-    assert 24 - len(seen) < 3 and max(seen.count(x) for x in set(seen)) == 2
 
 
 # Feedback ----------------------------------------------------------------------------------------

@@ -142,27 +142,6 @@ def test_easy_to_hard_is_a_lexicographic_sort(rows, data):
     assert easy_to_hard(columns, up).tolist() == sorted(range(len(rows)), key=key)
 
 
-def test_easy_to_hard_takes_integers_memmaps_and_single_precision(tmp_path):
-    f = np.random.default_rng(0).random(500).astype(np.float32)
-    np.save(tmp_path / "f.npy", f)
-    mapped = np.load(tmp_path / "f.npy", mmap_mode="r")
-    assert (easy_to_hard([mapped]) == np.lexsort((np.arange(500), f))[::-1]).all()
-    small = np.random.default_rng(1).integers(0, 5, 500)
-    assert (easy_to_hard([small]) == np.lexsort((np.arange(500), small))[::-1]).all()
-    assert (easy_to_hard([small.astype(np.uint8)]) == easy_to_hard([small])).all()
-
-
-@pytest.mark.parametrize("name", ["random", "difficulty_based", "thompson", "learnability"])
-def test_batch_above_n_is_an_error_or_fills_up_with_whole_draws(name):
-    data = {"a": np.full(5, 0.2), "b": np.full(5, 0.8)}
-    keys = ["a", "b"] if name == "difficulty_based" else []
-    with pytest.raises(ValueError, match="wrap='epochs'"):
-        make_selector(data, TaskSelectorConfig(name, 0, keys)).get_indices(6)
-    s = make_selector(data, TaskSelectorConfig(name, 0, keys, {"wrap": "epochs"}))
-    got = s.get_indices(12)
-    assert np.bincount(got, minlength=5).min() >= 2 and s.current_index == 12
-
-
 def test_data_sources():
     values = [0.1, 0.2, 0.3]
     wrapper = SimpleNamespace(dataset={"a": values}, dataset_size=3)

@@ -18,7 +18,6 @@ from grpo_nb.tasks import (
     Taskset,
     _feature_array,
     _row_starts,
-    _TableRows,
     overlap,
 )
 
@@ -202,11 +201,3 @@ def test_worker_processes(write, method):
     jobs = [(x, i) for x in (t, gym) for i in range(3)]
     with multiprocessing.get_context(method).Pool(1) as pool:
         assert pool.map(read_prompt, jobs) == [read_prompt(j) for j in jobs]
-
-
-def test_table_rows_are_read_one_at_a_time():
-    rows = _TableRows(pa.Table.from_pylist(ROWS * 50_000), "table")
-    tracemalloc.start()
-    assert rows.row(149_999) == ROWS[2]
-    assert tracemalloc.get_traced_memory()[1] < 2**20
-    tracemalloc.stop()

@@ -221,22 +221,6 @@ def test_micro_batches_order_and_skipping_change_nothing(
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)
 
 
-def test_without_a_limit_the_policy_says_how_large_a_pass_is():
-    def run(room):
-        policy, r, adv = case()
-        seen, logp = [], policy.logp
-        policy.logp = lambda x: seen.append(int(x.mask_NS.sum())) or logp(x)
-        if room:
-            policy.micro_tokens = lambda rollout: room
-        update(policy, r, adv, torch.optim.SGD(policy.parameters(), 0.5), UpdateConfig(2))
-        return policy.logits.detach(), max(seen), int(r.lengths_N.max())
-
-    whole, widest, longest = run(None)
-    parts, narrow, _ = run(5)
-    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-12)
-    assert narrow <= max(5, longest) < widest
-
-
 # --------------------------------------------------------------------------------------------- truncated samples
 
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 from grpo_nb.core import Rollout
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.reward_runner import RewardRunner
-from grpo_nb.rewards import RewardError
 from grpo_nb.tasks import Task
 from grpo_nb.verifiers import (
     _MATH_MEMORY,
@@ -104,40 +102,12 @@ def test_math_equivalence_in_its_worker():
     assert scored[-1] == "refused"
 
 
-@pytest.mark.parametrize(
-    "value, text",
-    [
-        (float(np.float32(0.1)), "0.1"),
-        (np.array([0.1], np.float32), "0.1"),
-        (torch.tensor(0.1), "0.1"),
-        (123456784.0, "123456784"),  # of single precision too, whose short form is another number
-        (Decimal("1E-7"), "0.0000001"),
-        (Fraction(1, 3), "1/3"),
-        (-0.0, "0"),
-        (2**70, str(2**70)),
-    ],
-)
-def test_a_number_in_a_column_keeps_its_value(value, text):
-    for make in (exact_answer, math_equivalence):
-        assert make()(completion=text, answer=value) == 1.0
-        assert make()(completion=text + "1", answer=value) == 0.0
-
-
 def test_accepted_answers_of_any_sequence():
     many = [np.array(["4", "5"]), np.array([4, 5]), torch.tensor([4.0, 5.0]), ["x", None, 5]]
     many += [{"4", "5"}, ("4", np.int64(5)), [torch.tensor(5)]]
     for answer in (*many, np.array(5), np.str_("5"), 5, 5.0, Fraction(5)):
         assert exact_answer()(completion="5", answer=answer) == 1.0
         assert exact_answer()(completion="6", answer=answer) == 0.0
-
-
-def test_answers_that_cannot_be_compared_are_errors():
-    for odd in ({"a": 1}, b"5", [["5"]], np.array([["5"]]), range(3), [{"a": 1}]):
-        with pytest.raises(RewardError, match="'answer' must hold text, a number or a list"):
-            RewardRunner([exact_answer()])(batch(["5"], [{"answer": odd}]))
-    for empty in ("", " ", r"\boxed{}", "$\n$", "So it is 5.\n####"):
-        with pytest.raises(RewardError, match="'answer' holds no answer"):
-            RewardRunner([exact_answer(extract="marker")])(batch(["5"], [{"answer": empty}]))
 
 
 @pytest.mark.parametrize(
