@@ -33,8 +33,9 @@ demo: $(STAMP) ## two short comparisons, motion and sums: pictures, three senten
 test: $(STAMP) ## everything that must hold: notebooks, lint, tests, docs
 	$(BIN)/python .ci/check.py
 
-fuzz: $(STAMP) ## the property tests with fresh examples, 20 times as many
+fuzz: $(STAMP) ## the property tests with fresh examples, 20 times as many, and kills at three times as many moments
 	GRPO_NB_FUZZ=20 $(BIN)/python -m pytest -q -x -m hypothesis tests
+	GRPO_NB_FUZZ=20 $(BIN)/python -m pytest -q -x tests/test_resume.py -k killed
 
 docs: $(STAMP) ## the docs site, in _docs/index.html
 	$(BIN)/python .ci/build_docs.py

@@ -70,13 +70,8 @@ def diffusion(folder):
     from grpo_nb.policies.samplers import flow_sampler
 
     policy = DiffusionPolicy(Denoiser(), flow_sampler(6), (6, 2), reduce="mean")
-    more = [
-        "update.num_epochs=3",
-        "update.minibatch_size=8",
-        "filter_groups.enable=true",
-        "optimizer.lr=1e-2",
-    ]
-    config = load_config(None, [*COMMON, *more, f"run.dir={folder}"])
+    more = ["update.num_epochs=3", "update.minibatch_size=8", "filter_groups.enable=true"]
+    config = load_config(None, [*COMMON, *more, "optimizer.lr=1e-2", f"run.dir={folder}"])
     tasks = Taskset.load(data_path("tasks/easy_train.jsonl"))
     left = lambda completion, **columns: -float(completion[:, 0].mean())
     return GRPO(policy, tasks, {"left": left}, config)
@@ -100,12 +95,9 @@ def ranking(folder):
         "relevance": make_relevance_reward(task.parser, "exp_inf"),
         "safety": make_safety_reward(task.parser, task.oracle),
     }
-    loss = [
-        "update.loss.level=item",
-        "update.loss.aggregation=seq_mean_item_mean",
-        "update.num_epochs=2",
-    ]
-    config = load_config(None, [*COMMON, *loss, "advantage.mode=gdpo", f"run.dir={folder}"])
+    loss = ["update.loss.level=item", "update.loss.aggregation=seq_mean_item_mean"]
+    more = ["update.num_epochs=2", "advantage.mode=gdpo", f"run.dir={folder}"]
+    config = load_config(None, [*COMMON, *loss, *more])
     return GRPO(policy, task.train, rewards, config, task.eval[:4])
 
 
@@ -115,7 +107,7 @@ def train(variant, folder, suicide=None):
         die_at(suicide)
     t.fit()
     t.close()
-    torch.save({k: v for k, v in t.policy.state_dict().items()}, folder / "end.pt")
+    torch.save(dict(t.policy.state_dict()), folder / "end.pt")
 
 
 def die_at(n):
@@ -163,7 +155,7 @@ def main(variant, folder, kills, seed):
     rounds = 0
     while not done:
         rounds += 1
-        enough = killed >= int(kills)
+        enough = killed >= int(kills) and by_suicide and len(seen) > 1
         own = not enough and rounds % 3 == 0
         pid = child(variant, cut, rng.randrange(1, 40) if own else None)
         deadline = time.monotonic() + (1e9 if enough or own else rng.uniform(0, 0.5) * span)
@@ -194,17 +186,8 @@ def main(variant, folder, kills, seed):
     compare(whole, cut)
     for other in folder.glob("done*"):
         compare(whole, other)
-    print(
-        json.dumps(
-            {
-                "variant": variant,
-                "kills": killed,
-                "in_save": by_suicide,
-                "rounds": rounds,
-                "resumed_from": len(seen),
-            }
-        )
-    )
+    told = {"variant": variant, "kills": killed, "in_save": by_suicide, "rounds": rounds}
+    print(json.dumps(told | {"resumed_from": len(seen)}))
 
 
 def compare(a, b):
@@ -219,11 +202,8 @@ def compare(a, b):
         x, y = [keep(r) for r in x], [keep(r) for r in y]
         assert len(x) == len(y), (name, len(x), len(y))
         for r, q in zip(x, y):
-            assert r == q, (
-                name,
-                r.get("step"),
-                {k: (r.get(k), q.get(k)) for k in r | q if r.get(k) != q.get(k)},
-            )
+            different = {k: (r.get(k), q.get(k)) for k in r | q if r.get(k) != q.get(k)}
+            assert not different, (name, r.get("step"), different)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import pytest
 
 from grpo_nb.cli import main
 from grpo_nb.files import Lock, RunLocked
-from grpo_nb.lab.budgets import Samples, Seconds, Steps, Tokens
+from grpo_nb.lab.budgets import Samples, Steps, Tokens
 from grpo_nb.lab.compare import compare
 from grpo_nb.lab.paired_statistics import verdict
 from grpo_nb.lab.recipe import load_config
@@ -88,16 +88,6 @@ def contest(variants=ARMS, **kw):
 
 
 # budgets
-
-
-def test_budgets_stop_at_the_first_step_that_reaches_them(tmp_path):
-    cases = ((Samples(200), 4), (Tokens(640), 2), (Seconds(1.5), 3), (Steps(7), 7))
-    for i, (budget, steps) in enumerate((*cases, (Samples(192), 3))):
-        study = contest(seeds=[0], budget=budget, dir=tmp_path / str(i))
-        assert study.frame()["step"].tolist() == [steps, steps]
-        spent = study.table().frame["spent"]
-        per_step = {"samples": 64, "tokens": 320, "seconds": 0.5, "steps": 1}[budget.unit]
-        assert ((spent >= budget.n) & (spent < budget.n + per_step)).all()
 
 
 def test_cpu_seconds_are_those_of_training(tmp_path):
@@ -238,13 +228,9 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
         assert not (tmp_path / "none").exists()
 
     refused("no variants", {})
-    refused("needs a budget", budget=None)
-    refused("same for all", {"a": {"tasks.eval": "x"}})
     refused("same for all", {"a": {"run": {"dir": "x"}}})
-    refused("num_epoch", {"a": {"update.num_epoch": 2}})
     grid = {"optimizer.lr": [1e-4]}
     refused(r"overlap \(0\)", {"a": {}}, tune=grid, tune_seeds=[0])
-    refused("tune.optimizer.lr must be a list", {"a": {}}, tune={"optimizer.lr": 1e-4})
     refused("optimizer.lrr", {"a": {}}, tune={"optimizer.lrr": [1e-4]})
     refused("tune sets 'steps'", {"a": {}}, tune={"steps": [3, 4]})
     refused("number of steps", {"a": {"optimizer.schedule": "linear"}}, budget=Tokens(5))
@@ -421,10 +407,6 @@ def test_where_less_is_better_the_table_asks_for_less(tmp_path):
     row = table.frame.set_index("variant").loc["fast"]
     assert row["difference"] < 0 and row["better"] == 1 and row["better_low"] > 0.5
     assert "P(lower)" in table._repr_html_() and "Lower svr is better" in str(table)
-    up = study.table("eval_sampled")
-    assert up.frame["better"][1] == 1 and "P(higher)" in str(up)
-    with pytest.raises(ValueError, match="Did you mean 'svr'"):
-        compare(arms, lower_is_better=["srv"], **kw)
     page = study.report(tmp_path / "r.html").read_text()  # a start and an end are no course in time
     assert page.count("data:image/png;base64,") == 2 and "seconds of training: mean" not in page
     assert page.count(">P(lower)</th>") == 1 and page.count(">P(higher)</th>") == 2
@@ -478,13 +460,10 @@ def test_a_winner_at_the_edge_of_its_grid_is_marked_and_told_once(tmp_path):
     kw |= {"store": tmp_path / "s.json", "dir": tmp_path / "d"}
     with pytest.warns(UserWarning) as told:
         study = compare(arms, **kw)
-    told = [t for w in told if "edge" in (t := str(w.message))]
-    assert len(told) == 1
-    assert "make.batch=64 of [64, 128] for 'a'" in told[0] and "extend the grid" in told[0]
-    assert "lr" not in told[0] and "'b'" not in told[0]
+    (told,) = [t for w in told if "edge" in (t := str(w.message))]
+    assert "make.batch=64 of [64, 128] for 'a'" in told and "lr" not in told and "'b'" not in told
     text = str(study.table())
     assert "64 (edge)" in text and "At the edge of the grid of make.batch: a, c." in text
-    assert re.search(r"^a +0.1  ", text, re.M)
     won = study.tuning().query("chosen").set_index("variant")
     assert won["optimizer.lr"].to_dict() == {"a": 0.1, "b": 0.1, "c": 0.2}
     assert won["edge"].to_dict() == {"a": True, "b": False, "c": True}
@@ -493,16 +472,6 @@ def test_a_winner_at_the_edge_of_its_grid_is_marked_and_told_once(tmp_path):
     with warnings.catch_warnings():  # a study from its file says it in the table
         warnings.simplefilter("error")
         assert "At the edge" in str(compare(arms, **kw).table())
-
-
-def test_values_of_any_kind_can_be_tuned(tmp_path):
-    make = lambda config: Fake(config.seed, 0.1 * sum(config.advantage.weights))
-    grid = {"advantage.weights": [[0.2, 0.3], [0.5, 0.5]], "advantage.mode": ["grpo", "gdpo"]}
-    kw = {"make": make, "evaluate": Fake.evaluate, "seeds": [0], "budget": Steps(2)}
-    study = compare({"a": {}}, tune=grid, tune_seeds=[9], dir=tmp_path / "d", **kw)
-    assert study.frame()["advantage.weights"].item() == [0.5, 0.5]
-    assert "[0.5, 0.5]" in str(study.table()) and "edge" not in str(study.table())
-    assert "<th>chosen</th>" in study.report(tmp_path / "r.html").read_text()
 
 
 def test_stored_studies_of_the_tutorials_are_read():
@@ -560,13 +529,10 @@ def test_a_run_that_was_cut_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
         run_job(job("cut"))
     assert not (job("cut").dir / "result.json").exists()
     done = len(count)
-    again = run_job(job("cut"))
+    again, whole = run_job(job("cut")), run_job(job("whole"))
     assert again["status"] == "done", again["error"]
-    assert len(count) - done <= 4 - 1  # the first steps were not repeated
-    whole = run_job(job("whole"))
-    record = job("whole").dir / "run"
-    assert (record / "metrics.jsonl").exists()
-    assert not (record / "checkpoints").exists()  # nothing is left to resume
+    assert len(count) - done <= 4 - 1 + 4  # the first steps were not repeated
+    assert not (job("whole").dir / "run" / "checkpoints").exists()  # nothing is left to resume
     for k in ("reward", "eval_sampled", "n_rollouts_generated", "grad_norm", "step"):
         assert whole["curve"][k] == again["curve"][k], k
 
@@ -688,11 +654,11 @@ def test_no_worker_outlives_the_study(tmp_path, how, when):
 
 def test_that_somebody_else_writes_a_run_is_no_result(tmp_path):
     kw = {"variants": {"a": {}}, "base": BASE, "seeds": 2, "budget": Steps(1)}
-    kw |= {"dir": tmp_path / "d", "store": tmp_path / "s.json", "workers": 2}
+    kw |= {"dir": tmp_path / "d", "store": tmp_path / "s.json"}
     spec = Spec({"a": {}}, BASE, 2, Steps(1), dir=tmp_path / "d")
     taken = plan_runs(spec, {"a": {}})[1].dir / "run"
     with Run.create(taken), pytest.raises(RunLocked, match="is being written by"):
         compare(**kw)
     assert not (tmp_path / "s.json").exists() and not (taken.parent / "result.json").exists()
     shutil.rmtree(taken)
-    assert [r["status"] for r in compare(**kw | {"workers": 1}).runs] == ["done", "done"]
+    assert [r["status"] for r in compare(**kw).runs] == ["done", "done"]

@@ -113,27 +113,6 @@ def test_greedy_completions_are_those_stored(model, tokenizer):
     assert texts == [e["completion"] for e in examples]
 
 
-def test_reward_of_oracle_and_near_misses(build, tokenizer):
-    def reward(text, answer="17"):
-        return build.exact(torch.tensor(tokenizer(text).input_ids), answer, tokenizer)
-
-    for name in SETS:
-        for task in Taskset.load(f"tasks/{name}.jsonl")[:50]:
-            assert reward(build.solution(task["answer"]), task["answer"]) == 1.0
-            right = int(task["answer"])
-            for wrong in (right + 1, right - 1, -right or 1):
-                assert reward(build.solution(str(wrong)), task["answer"]) == 0.0
-    assert reward("<think>00</think>17<eos>") == 1.0  # the scratchpad is not graded
-    for text in (
-        "<think>71</think>17",  # no end
-        "17<eos>",  # no scratchpad
-        "<think>71</think><eos>17",
-        "<think>71</think>017<eos>",
-        "<think>71</think>-17<eos>",
-    ):
-        assert reward(text) == 0.0, text
-
-
 def test_measured_accuracy_is_that_of_the_shipped_file(model, tokenizer, build):
     rows = [t.columns | {"prompt": t.prompt} for t in Taskset.load("tasks/middle_eval.jsonl")]
     greedy = build.accuracy(model, tokenizer, rows).mean().item()

@@ -49,7 +49,6 @@ class Stream:
 REFUSED, TOLD, USED = "refused", "told", "used"
 KEYS = [
     ("policy.temperature", 1.0, {}, REFUSED),  # the default, said aloud
-    ("policy.temperature", 0.7, {}, USED),  # what the policy has
     ("policy.top_p", 0.5, {}, REFUSED),
     ("policy.lora", {"r": 4}, {}, REFUSED),
     ("policy.dtype", "bfloat16", {}, REFUSED),
@@ -60,8 +59,6 @@ KEYS = [
     ("tasks.tasksets", [{"path": "x"}], {}, TOLD),
     ("tasks.shares", {"kind": "nope"}, {}, REFUSED),
     ("tasks.selector", "random", {}, USED),
-    ("tasks.epochs", 1.0, {}, USED),
-    ("tasks.shuffle", False, {}, USED),
     ("tasks.selector", "random", {"tasks": Stream(ROWS)}, REFUSED),
     ("tasks.shuffle", False, {"tasks": Stream(ROWS)}, REFUSED),
     ("tasks.eval", "other.jsonl", {}, TOLD),
@@ -71,16 +68,11 @@ KEYS = [
     ("rewards.run.seed", 5, {}, USED),
     ("rewards.run.timeout_s", 5.0, {}, TOLD),
     ("eval.every", 1, {}, TOLD),
-    ("eval.limit", 2, {}, TOLD),
     ("update.loss.kl_kind", "k2", {}, TOLD),
-    ("update.loss.max_length", 9, {}, TOLD),
     ("update.kl_stop.factor", 1.2, {}, TOLD),
     ("update.whole_groups", False, {}, TOLD),
-    ("rewards.run.keep_env", ("A",), {}, TOLD),
     ("checkpoint.best", "eval_greedy", {}, TOLD),
     ("run.wandb", "offline", {}, TOLD),
-    ("run.samples_every", 1, {}, TOLD),
-    ("checkpoint.every", 1, {}, TOLD),
     ("filter_groups.metric", "right", {}, USED),  # without filtering it says what shaping is
     ("filter_groups.surplus", "carry", {}, TOLD),
     ("advantage.eps", 0.1, {}, USED),
@@ -209,11 +201,8 @@ def test_a_recipe_reads_nothing_of_the_environment(text, tmp_path, monkeypatch):
         load_config(tmp_path / "r.yaml")
     assert "s3cret" not in str(e.value)
     (tmp_path / "r.yaml").write_text(text.replace("${", "\\${"))  # a text that looks like it
-    with (
-        pytest.raises(ValueError, match="Unknown key|Available")
-        if "x:" in text
-        else warnings.catch_warnings()
-    ):
+    own = pytest.raises(ValueError, match="Unknown key|Available")
+    with own if "x:" in text else contextlib.nullcontext():
         found = str(_open_block(tmp_path / "r.yaml"))
         assert "s3cret" not in found and "SECRET" in found
     asked = load_config(None, ["run.name=${oc.env:SECRET}"])  # one's own command line may
@@ -238,12 +227,7 @@ def test_a_bad_task_is_found_before_it_is_trained_on_and_named(fault, source, tm
     if source in ("parquet", "table") and fault in ("another kind", "half a character"):
         return  # Arrow has one kind a column, and UTF-8
     rows = [*ROWS, ROWS[0] | change]
-    at = {
-        "list": "list, row 8",
-        "stream": "task ",
-        "parquet": "r.parquet, row 8",
-        "table": "table, row 8",
-    }
+    at = {"stream": "task ", "parquet": "r.parquet, row 8", "table": "table, row 8"}
     tasks, more = rows, {}
     if source == "jsonl":
         tasks = tmp_path / "r.jsonl"
@@ -284,24 +268,16 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
     path.write_text("".join(json.dumps(r) + "\n" for r in ROWS))
     models = ["data:tiny-llama", data_path("tiny-llama"), (policy.model, policy.tokenizer), policy]
     for model in [*models, policy.model]:
-        t = GRPO(
-            model, ROWS, even, SMALL | ({} if model is policy else {"policy.max_new_tokens": 6})
-        )
+        more = {} if model is policy else {"policy.max_new_tokens": 6}
+        t = GRPO(model, ROWS, even, SMALL | more)
         assert t.policy.max_new_tokens == 6
-    for tasks in (
-        path,
-        str(path),
-        ROWS,
-        pd.DataFrame(ROWS).assign(**{"x": 1}).rename(columns={"x": 0}),
-        datasets.Dataset.from_list(ROWS),
-    ):
+    frame = pd.DataFrame(ROWS).assign(x=1).rename(columns={"x": 0})
+    for tasks in (path, str(path), ROWS, frame, datasets.Dataset.from_list(ROWS)):
         assert GRPO(policy, tasks, even, SMALL, tasks).stream.read(9)[8]["answer"] in "12345678"
     for reward in (even, [even], {"even": even}, lambda completions, **k: even(completions)):
         assert GRPO(policy, ROWS, reward, SMALL).rewards.components in (["even"], ["reward"])
-    nested = {
-        "optimizer": {"lr": 1e-5},
-        "advantage.mode": lambda rewards, group_ids: rewards - rewards.mean(),
-    }
+    own = lambda rewards, group_ids: rewards - rewards.mean()
+    nested = {"optimizer": {"lr": 1e-5}, "advantage.mode": own}
     assert GRPO(policy, ROWS, even, SMALL | nested).config.optimizer.lr == 1e-5
 
 
@@ -309,40 +285,30 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
     "do, message",
     [
         (lambda p: load_config(None, ["num_iterations=2"]), "Here it is 'update.num_epochs'"),
-        (lambda p: load_config(None, ["update.beta=1"]), "Here it is 'update.loss.kl_coef'"),
-        (lambda p: load_config(None, ["learning_rate=1"]), "Here it is 'optimizer.lr'"),
         (lambda p: setattr(GRPOConfig(), "temperature", 1), "Here it is 'policy.temperature'"),
-        (lambda p: setattr(GRPOConfig().optimizer, "learning_rate", 1), "'optimizer.lr'"),
         (lambda p: load_config(None, ["optimiser.lr=1"]), "^Unknown key 'optimiser' in the configuration. Did you mean 'optimizer'"),
         (lambda p: load_config(None, ["update.loss.clip=2"]), r"needs a mapping, such as \{low: "),
         (lambda p: load_config(None, ["policy.lora=true"]), r"must be a mapping \{key: value\} or null, got True"),
-        (lambda p: load_config("none.yaml"), "No recipe at none.yaml. Shipped ones"),
         (lambda p: load_config(None, ["temprature=1"]), "Did you mean 'policy.temperature'"),
         (lambda p: load_config(None, ["update.clip.low=1"]), "Did you mean 'update.loss.clip'"),
         (lambda p: load_config(None, ["run.wandb=none"]), "^(?!.*Did you mean 'None')"),
         (lambda p: open_policy({"modle": 1}), "Did you mean 'model'"),
-        (lambda p: open_stream(load_config(None, ["tasks.tasksets=[]"])), "No training tasks"),
         (lambda p: open_stream(load_config(None, ["tasks.shares={kind: nope}"])), "mixes several tasksets"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.options": {"zz": 1}}), "Unknown option 'zz'"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.scales": {"wrong": 2}}), "Unknown reward 'wrong'"),
         (lambda p: GRPO(p, ROWS, RIGHT, 3), "config is a GRPOConfig or a mapping"),
         (lambda p: GRPO(p, ROWS, RIGHT, "r.yaml"), "load_config reads a recipe"),
         (lambda p: GRPO(p, len, RIGHT), "got builtin_function_or_method"),
-        (lambda p: GRPO(p, {"prompt": "x"}, RIGHT), "got dict"),
-        (lambda p: GRPO(p, iter(ROWS), RIGHT), "got list_iterator"),
         (lambda p: GRPO(3, ROWS, RIGHT), "got int"),
-        (lambda p: GRPO(TokenPolicy, ROWS, RIGHT), "got type"),
         (lambda p: GRPO(p, ROWS, RIGHT, reference=3), "got int"),
         (lambda p: GRPO(p, ROWS, RIGHT, {3: 1}), "Unknown key '3'"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.weights": {"right": "x"}}), "a sequence of 1 numbers"),
-        (lambda p: GRPO(p, ROWS, RIGHT, {"tasks.operators": [1]}), "Unknown experience operator"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"run.wandb": "on"}), "Unknown run.wandb 'on'|run.wandb"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"eval": {"samples": 0, "greedy": False}}), "Nothing to evaluate"),
         (lambda p: GRPO(p, ROWS, RIGHT, SMALL, {"a": []}), "There are no tasks"),
         (lambda p: p.encode(3), "a prompt is text"),
         (lambda p: p.encode([{"role": "user", "content": None}]), "a prompt is text"),
         (lambda p: TokenPolicy.from_pretrained("none", temprature=1), "Did you mean 'temperature'"),
-        (lambda p: TokenPolicy(p.model, p.tokenizer, temprature=1), "Did you mean 'temperature'"),
         (lambda p: GRPO.from_config({"policy.model": "none"}, callback=[]), "Did you mean 'callbacks'"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"run.dir": ""}), "run.dir is empty"),
         (lambda p: GRPO.from_config({"policy.model": "none", "run.dir": __file__}), "run.dir: .* is no folder"),

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from concurrent.futures import Future
 
 import pytest
 
@@ -10,12 +11,8 @@ from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
 from grpo_nb.lab.record import is_timing
 
-BASE = {
-    "policy": {"max_new_tokens": 6},
-    "train_batch_size": 4,
-    "num_generations": 4,
-    "eval": {"limit": 8},
-}
+BASE = {"policy": {"max_new_tokens": 6}, "train_batch_size": 4, "num_generations": 4}
+BASE |= {"eval": {"limit": 8}}
 
 
 def study(folder, **kwargs):
@@ -84,25 +81,12 @@ class Lossy:
         self.losses, self.submitted = losses, 0
 
     def submit(self, function, job):
-        self.submitted += 1
-        return Lost() if self.submitted <= self.losses else Kept(function, job)
-
-
-class Lost:
-    def result(self):
-        raise ConnectionError("the node is gone")
-
-    def cancel(self):
-        pass
-
-
-class Kept(Lost):
-    def __init__(self, function, job):
-        self.given = function, job
-
-    def result(self):
-        function, job = self.given
-        return function(job)
+        self.submitted, future = self.submitted + 1, Future()
+        if self.submitted <= self.losses:
+            future.set_exception(ConnectionError("the node is gone"))
+        else:
+            future.set_result(function(job))
+        return future
 
 
 def test_a_lost_run_is_tried_three_times(here, tmp_path):

@@ -291,15 +291,6 @@ def test_the_trainers_weights_hold_unless_the_filter_names_its_own():
         assert c.num_held == kept and c.config is config
 
 
-def test_hidden_signal_is_counted():
-    r = groups_of([1, 1], [1, 0], [0, 0])
-    r = r.replace(info=r.info | {"judge": [0, 1, 1, 1, 0, 0]})
-    c = GroupCollector(FilterGroupsConfig(enable=True, metric="judge", log_format=None), 1)
-    m = c.collect(Script(r)).metrics
-    assert (m["filter/dropped_with_signal"], m["filter/kept_without_signal"]) == (1, 1)
-    assert "1 of 3 groups were dropped although" in c.warnings["reward"]
-
-
 # --- resume and faults ---------------------------------------------------------------------------
 
 
@@ -463,17 +454,6 @@ def test_the_reader_survives_any_damage(picks):
     frame, s = parse_filter_logs("\n".join(line[:cut] for line, cut in picks) + "\n")
     assert len(frame) <= len(picks) and isinstance(format_summary(s), str)
     assert (frame["filter_rate"].dropna() <= 1).all() or s["issues"]
-
-
-def test_steps_of_verl_are_kept_apart_by_the_index_alone():
-    lines = []
-    for total, index in ((10, 1), (12, 1), (14, 2), (9, 1), (15, 2), (3, 1)):
-        lines += [f"num_prompt_in_batch={total} < prompt_bsz=16"]
-        lines += [f"num_gen_batches={index}. Keep generating..."]
-    frame, s = parse_filter_logs("\n".join(lines))
-    assert frame["step"].tolist() == [1, 2, 2, 3, 3, 4]
-    assert frame["kept"].tolist() == [10, 12, 2, 9, 6, 3]
-    assert s["issues"] == [] and s["kept"] == 42 and s["surplus"] == 0
 
 
 def test_what_is_written_is_read_back(caplog):

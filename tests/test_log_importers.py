@@ -54,14 +54,6 @@ def test_trl_trainer_state(tmp_path):
         read_trl(tmp_path / "x.json")
 
 
-def test_trl_names_of_older_versions(tmp_path):
-    rows = [{"step": 1, "completion_length": 7.0, "rewards/acc": 0.5, "clip_ratio": 0.1}]
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
-    frame = read_trl(tmp_path)
-    assert frame["completions/mean_length"][0] == 7.0 and frame["rewards/acc/mean"][0] == 0.5
-    assert frame["clip_ratio/region_mean"][0] == 0.1
-
-
 def test_verl_accepts_nan_tokens_and_says_what_it_does_not_know(tmp_path):
     path = tmp_path / "v.jsonl"
     row = '{"step": 1, "data": {"critic/score/mean": NaN, "my/metric": Infinity}}'

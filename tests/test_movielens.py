@@ -144,9 +144,8 @@ def test_the_study_tunes_on_other_users_and_keeps_numbers_only(task, folder, tmp
         "GDPO": {"advantage.mode": "gdpo", "rewards.functions": {"relevance": {}, "safety": {}}},
     }
     asked, scores = [], films.film_scores
-    monkeypatch.setattr(
-        films, "film_scores", lambda trainer: asked.append(trainer.eval_tasks) or scores(trainer)
-    )
+    heard = lambda trainer: asked.append(trainer.eval_tasks) or scores(trainer)
+    monkeypatch.setattr(films, "film_scores", heard)
     how = {
         "base": films.BASE | {"tasks": films.BASE["tasks"] | {"train": str(folder)}} | small,
         "seeds": [0],

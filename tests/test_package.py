@@ -9,33 +9,25 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
 from grpo_nb.config import describe
 from grpo_nb.lab.recipe import GRPOConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN_PROCESSES = ("reward_workers.py", "runs.py")  # they start the senders
-PURE = ["core", "advantages", "losses", "filter_groups"]
 
 
-@pytest.mark.parametrize("module", PURE)
-def test_pure_modules_load_with_torch_and_numpy_only(module):
-    code = (
-        f"import sys, grpo_nb.{module}; "
-        "heavy = {'transformers', 'wandb', 'datasets', 'pandas', 'matplotlib', 'scipy'} & set(sys.modules); "
-        "sys.exit(f'imports {heavy}' if heavy else 0)"
-    )
+def test_pure_modules_load_with_torch_and_numpy_only():
+    code = "import sys, grpo_nb.core, grpo_nb.advantages, grpo_nb.losses, grpo_nb.filter_groups; "
+    code += "print(*sys.modules)"
     p = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert p.returncode == 0, p.stderr
+    heavy = {"transformers", "wandb", "datasets", "pandas", "matplotlib", "scipy"}
+    assert "torch" in p.stdout.split() and not heavy & set(p.stdout.split()), p.stderr
 
 
 def test_the_wheel_holds_the_package_with_its_data_and_runs_in_an_empty_folder(tmp_path):
     "Built from a copy, without the network."
-    names = (
-        "setup.py pyproject.toml settings.ini README.md MANIFEST.in LICENSE CHANGELOG.md".split()
-    )
-    for name in names:
+    names = "setup.py pyproject.toml settings.ini README.md MANIFEST.in LICENSE CHANGELOG.md"
+    for name in names.split():
         shutil.copy(ROOT / name, tmp_path)
     for folder in ("grpo_nb", "data"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
@@ -52,18 +44,14 @@ def test_the_wheel_holds_the_package_with_its_data_and_runs_in_an_empty_folder(t
     assert modules | {f"grpo_nb/data/{n}" for n in manifest["files"]} <= set(wheel.namelist())
     assert "grpo-nb = grpo_nb.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
     meta = wheel.read(f"{info}/METADATA").decode()
-    assert (
-        "Requires-Dist: torch" in meta and "License" in meta and "Requires-Python: >=3.11" in meta
-    )
+    assert all(x in meta for x in ("Requires-Dist: torch", "License", "Requires-Python: >=3.11"))
     wheel.extractall(tmp_path / "site")
     (tmp_path / "empty").mkdir()
     options = "steps=1 train_batch_size=2 num_generations=2 eval.samples=1 eval.limit=2".split()
     p = subprocess.run(
         [sys.executable, "-m", "grpo_nb", "train", "data:recipes/quickstart.yaml", *options],
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-        cwd=tmp_path / "empty",
-        capture_output=True,
-        text=True,
+        **{"cwd": tmp_path / "empty", "capture_output": True, "text": True},
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
     )
     assert p.returncode == 0 and (tmp_path / "empty/runs/quickstart").is_dir(), p.stderr
 
@@ -84,21 +72,16 @@ for name in sys.argv[1:]:
         for p in (ROOT / "grpo_nb").rglob("*.py")
         if p.name != "cli.py" and not p.name.startswith("_")  # that one is a command
     )
-    p = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *modules],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-W", "ignore", "-c", code, *modules]
+    p = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert p.returncode == 0, p.stderr
 
 
-@pytest.mark.parametrize("name", ["grpo_nb", "grpo_nb.cli"])
-def test_the_package_is_the_command(name):
-    line = f"{sys.executable} -m {name} config steps=3"
-    p = subprocess.run(line.split(), cwd=ROOT, capture_output=True, text=True)
+def test_the_package_is_the_command():
+    run = lambda line: subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True)
+    p = run(f"{sys.executable} -m grpo_nb.cli config steps=3")
     assert p.returncode == 0 and "steps: 3  #" in p.stdout, p.stderr
-    p = subprocess.run(f"{line} | head -1", shell=True, cwd=ROOT, capture_output=True, text=True)
+    p = run(f"{sys.executable} -m grpo_nb config steps=3 | head -1")
     assert p.stderr == "" and len(p.stdout.splitlines()) == 1  # head has closed the pipe
 
 
@@ -111,10 +94,7 @@ def test_nothing_is_unpickled():
                 if owner == "torch" and node.func.attr == "load":
                     kw = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
                     assert kw.get("weights_only") is True, f"{path.name}:{node.lineno}"
-                if owner in ("pickle", "cloudpickle", "joblib") and node.func.attr in (
-                    "load",
-                    "loads",
-                ):
+                if owner in ("pickle", "cloudpickle", "joblib") and "load" in node.func.attr:
                     assert path.name in OWN_PROCESSES, f"{path.name}:{node.lineno}"
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 assert node.value.value is False, f"{path.name}:{node.value.lineno}"
@@ -122,10 +102,8 @@ def test_nothing_is_unpickled():
 
 def test_the_exported_modules_name_their_notebooks():
     for path in (ROOT / "grpo_nb").rglob("*.py"):
-        if path.name not in ("__init__.py", "_modidx.py"):
-            assert "AUTOGENERATED! DO NOT EDIT!" in path.read_text(encoding="utf-8")[:600], (
-                path.name
-            )
+        told = "AUTOGENERATED! DO NOT EDIT!" in path.read_text(encoding="utf-8")[:600]
+        assert told or path.name in ("__init__.py", "_modidx.py"), path.name
 
 
 def test_the_page_of_keys_is_that_of_the_configuration():

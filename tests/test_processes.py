@@ -111,13 +111,8 @@ def make(name, **more):
     case = CASES.get(name, {}) | more
     rewards = case.pop("rewards", {"total": total, "low": low})
     policy = Table(case.pop("draws", 4), items="item" in name)
-    case = {
-        "train_batch_size": 3,
-        "num_generations": 4,
-        "optimizer.warmup": 0,
-        "optimizer.lr": 0.5,
-    } | case
-    config = {"steps": 3, "update.max_grad_norm": None} | case
+    config = {"steps": 3, "train_batch_size": 3, "num_generations": 4, "update.max_grad_norm": None}
+    config |= {"optimizer.warmup": 0, "optimizer.lr": 0.5} | case
     trainer = GRPO(policy, TASKS, rewards, config, eval_tasks=TASKS[:3])
     if name != "resumed":  # a checkpoint's optimizer is that of the configuration
         trainer.optimizer = torch.optim.SGD(policy.parameters(), 1.0)  # steps are gradients
@@ -130,34 +125,21 @@ def train(name):
     rows = [{k: v for k, v in r.items() if not is_timing(k)} for r in trainer.history]
     reason = trainer.last[2].reason if trainer.last else ""
     state = trainer.generators["sampling"].get_state()
-    drawn = trainer.last[0].states["action"]
-    return (
-        trainer.policy.logits.detach(),
-        rows,
-        str(trainer.stop),
-        reason,
-        state,
-        trainer.evaluate().values,
-        drawn,
-    )
+    ends = trainer.policy.logits.detach(), rows, str(trainer.stop), reason, state
+    return *ends, trainer.evaluate().values, trainer.last[0].states["action"]
 
 
 def spoilt(kind):
     "The second process stores wrong log-probs, has a gradient of NaN, or a reward that raises."
     trainer = make("spoilt", **{"rewards": {"fails": fails}} if kind == "reward" else {})
     if kind == "old" and place()[0]:
-        sample = trainer.policy.sample
-        trainer.policy.sample = lambda *a, **k: (r := sample(*a, **k)).replace(
-            old_logp_NS=r.old_logp_NS + 0.01
-        )
+        own, off = trainer.policy.sample, lambda r: r.replace(old_logp_NS=r.old_logp_NS + 0.01)
+        trainer.policy.sample = lambda *a, **k: off(own(*a, **k))
     if kind == "gradient" and place()[0]:
         trainer.policy.logits.register_hook(lambda g: g * torch.nan)
     row = trainer.step()
-    return (
-        row["upd/n_done"],
-        row["upd/n_skipped"],
-        torch.equal(trainer.policy.logits, Table().logits),
-    )
+    same = torch.equal(trainer.policy.logits, Table().logits)
+    return row["upd/n_done"], row["upd/n_skipped"], same
 
 
 def fails(completion, **_):
@@ -234,10 +216,8 @@ def test_what_is_wrong_on_one_process_is_told_to_all(two_ranks):
     for said in two_ranks["old"]:
         assert said.startswith("RatioMismatch") and "up to 0.01" in said
     other, own = two_ranks["reward"]
-    assert (
-        own.startswith("RewardError: Reward 'fails'")
-        and other == f"PeerError: Process 1 has failed: {own}"
-    )
+    assert own.startswith("RewardError: Reward 'fails'")
+    assert other == f"PeerError: Process 1 has failed: {own}"
 
 
 # --------------------------------------------------------------------------------------------- resume, refusals
@@ -249,31 +229,21 @@ def resumes(folder):
     assert GRPO.config_class is GRPOConfig
 
     def begin(where):
-        keys = {
-            "run.dir": where,
-            "run.progress": False,
-            "filter_groups.enable": True,
-            "filter_groups.surplus": "carry",
-        }
-        return make("resumed", **keys, **{"filter_groups.max_staleness": 3, "checkpoint.every": 1})
+        keys = {"filter_groups.enable": True, "filter_groups.surplus": "carry"}
+        keys |= {"filter_groups.max_staleness": 3, "checkpoint.every": 1}
+        return make("resumed", **keys, **{"run.dir": where, "run.progress": False})
 
-    parts = {
-        "policy": Table,
-        "tasks": lambda: TASKS,
-        "rewards": lambda: {"total": total, "low": low},
-    }
-    return check_resume(begin, 3, folder, eval_tasks=lambda: TASKS[:3], **parts).name, len(
-        list(Path(folder).iterdir())
-    )
+    parts = {"policy": Table, "tasks": lambda: TASKS, "eval_tasks": lambda: TASKS[:3]}
+    where = check_resume(begin, 3, folder, rewards=lambda: {"total": total, "low": low}, **parts)
+    return where.name, len(list(Path(folder).iterdir()))
 
 
 def refused(keys, tasks=TASKS):
     "The mistake in a configuration, told before the model is asked for."
     tasks = tasks[place()[0] :] if keys.pop("differ", False) else tasks
+    keys = {"policy.model": "no such model"} | keys
     try:
-        GRPO.from_config(
-            {"policy.model": "no such model", **keys}, tasks=tasks, rewards={"total": total}
-        )
+        GRPO.from_config(keys, tasks=tasks, rewards={"total": total})
     except ValueError as e:
         return str(e)
 
@@ -284,11 +254,7 @@ def test_a_run_on_two_processes_resumes_bit_for_bit_and_differences_are_refused(
     jobs |= {k: functools.partial(refused, v) for k, v in keys.items()}
     found = on_processes(jobs)
     assert found["resume"] == [("cut2", 3)] * 2  # one folder for each run: no second record
-    assert (
-        found["batch"]
-        == ["train_batch_size=1 tasks are too few for 2 processes: give each at least one."] * 2
-    )
-    assert found["data"][0] == found["data"][1] and found["data"][0].startswith(
-        "the data is ['list (5 tasks"
-    )
+    few = "train_batch_size=1 tasks are too few for 2 processes: give each at least one."
+    assert found["batch"] == [few] * 2 and found["data"][0] == found["data"][1]
+    assert found["data"][0].startswith("the data is ['list (5 tasks")
     assert "no such model" in found["fine"][0]

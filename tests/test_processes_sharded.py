@@ -15,12 +15,7 @@ TINY = data_path("tiny-llama")
 TASKS = [{"prompt": f"{k} plus {k + 3} is ", "index": k} for k in range(5)]
 KEYS = {"train_batch_size": 5, "num_generations": 3, "optimizer.warmup": 0, "steps": 2}
 KEYS |= {"update.num_epochs": 2, "update.loss.kl_coef": 0.1, "update.micro_tokens": 25}
-KEYS |= {
-    "update.max_grad_norm": 0.05,
-    "optimizer.lr": 1e-4,
-    "eval.samples": 2,
-    "run.progress": False,
-}
+KEYS |= {"update.max_grad_norm": 0.05, "eval.samples": 2, "run.progress": False}
 
 
 def digits(completion, **_):
@@ -58,12 +53,9 @@ def resume():
 
 
 def test_sharded_weights_give_the_numbers_of_whole_ones(tmp_path):
-    jobs = {
-        k: functools.partial(train, k == "sharded", str(tmp_path / k)) for k in ("whole", "sharded")
-    }
-    jobs["again"] = functools.partial(
-        train, True, str(tmp_path / "again"), gradient_checkpointing=True
-    )
+    job = lambda name, shard, **more: functools.partial(train, shard, str(tmp_path / name), **more)
+    jobs = {"whole": job("whole", False), "sharded": job("sharded", True)}
+    jobs["again"] = job("again", True, gradient_checkpointing=True)
     check(on_processes(jobs | {"resume": resume}), tmp_path)
 
 

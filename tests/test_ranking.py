@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_nb.advantages import spread_to_tokens
-from grpo_nb.compat import make_safe_reward_func, make_safe_reward_func_individual
 from grpo_nb.core import Rollout
 from grpo_nb.list_parsing import (
     ListParser,
@@ -25,10 +24,8 @@ from grpo_nb.ranking import (
     SafetyOracle,
     make_relevance_reward,
     make_safe_reward,
-    make_safety_reward,
 )
 
-NAN = float("nan")
 FAST = settings(max_examples=60, deadline=None)
 
 # ---------------------------------------------------------------- parsing
@@ -108,23 +105,6 @@ def byte_level_tokenizer():
     )
 
 
-def test_pieces_of_a_byte_level_tokenizer_join_to_the_text():
-    tokenizer = byte_level_tokenizer()
-    text = "1. 千と千尋の神隠し (2001)\r\n2. Amélie (2001)\n\n3. 🎬🎞 Heat (1995)\n"
-    ids = tokenizer(text)["input_ids"]
-    pieces = token_pieces(tokenizer, [*ids, tokenizer.eos_token_id, 0, 0])
-    assert pieces[len(ids) :] == [None] * 3
-    assert "".join(pieces[: len(ids)]) == text == tokenizer.decode(ids)
-    assert "" in pieces  # bytes of a character that a later token completes
-    parsed = _parse_list(pieces, 3)
-    assert [x.title for x in parsed.items] == ["千と千尋の神隠し", "Amélie", "🎬🎞 Heat"]
-    for item in parsed.items:
-        span = tokenizer.decode(ids[item.token_start : item.token_end])
-        assert item.title in span and str(item.year) in span
-    for n in range(len(ids)):  # an answer cut anywhere, even inside a character
-        assert "".join(token_pieces(tokenizer, ids[:n])) == tokenizer.decode(ids[:n])
-
-
 # ---------------------------------------------------------------- relevance
 
 
@@ -174,19 +154,6 @@ def test_combined_reward_equals_the_old_one(variant):
             columns[name].append(value)
     got = reward(["p"] * 200, rows, **columns, unused=[0] * 200)
     np.testing.assert_allclose(got, want, atol=1e-12)
-    parts = [
-        make_relevance_reward(parser, variant, missing=0.0)(["p"] * 200, rows, **columns),
-        make_safety_reward(parser, oracle, 0.8, 1.5, 0.0, 0.0)(["p"] * 200, rows, **columns),
-    ]
-    np.testing.assert_allclose(np.sum(parts, 0), want, atol=1e-12)
-    make = {"log_decay": make_safe_reward_func, "exp_inf": make_safe_reward_func_individual}
-    named = make[variant](6, FILMS, oracle, **old_options)
-    old_columns = dict(
-        groundtruth_with_release_year=columns["relevant"],
-        seen_titles=columns["seen"],
-        constraints=columns["avoid"],
-    )
-    np.testing.assert_allclose(named(["p"] * 200, rows, **old_columns), want, atol=1e-12)
 
 
 # ---------------------------------------------------------------- one parse for rewards and tokens
@@ -284,17 +251,6 @@ def test_a_special_token_amid_a_list_moves_no_reward(special):
     if special is not None:
         with pytest.raises(ValueError, match="Sample 0: rewards read"):
             parse_rollout(rollout, TOKENIZER, parser)
-
-
-def test_any_stop_token_that_ended_an_answer_has_no_text():
-    stop = TOKENIZER("E")["input_ids"]
-    ids = [*TOKENIZER("Heat (1995)\n")["input_ids"], *stop]
-    parser = ListParser(3, prose=False)
-    rollout = rollout_of([ids, ids])
-    rollout = rollout.replace(info={"truncated": torch.tensor([False, True])})
-    shown = with_lists(rollout, TOKENIZER, parser)
-    assert shown.outputs == ["Heat (1995)\n", "Heat (1995)\nE"]
-    assert [int(x.max()) for x in shown.states["item"]] == [0, 1]
 
 
 # ---------------------------------------------------------------- columns, tables, escapes

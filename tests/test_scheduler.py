@@ -19,7 +19,7 @@ from grpo_nb.scheduler import (
     TasksetScheduler,
     open_entry,
 )
-from grpo_nb.selectors import SELECTORS, SequentialSelector, TaskSelectorConfig
+from grpo_nb.selectors import TaskSelectorConfig
 from grpo_nb.shares import (
     Shares,
     SoftmaxQShares,
@@ -163,18 +163,6 @@ def test_bandit_frequencies_match_its_distribution(policy):
 # Length of a run ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "epochs,steps,batch,reads",
-    [(2, None, 5, 4), (2, 3, 5, 3), (1, 8, 4, 8), (3, None, 13, 2), (2.5, None, 12, 2)],
-)
-def test_number_of_reads(epochs, steps, batch, reads):
-    "Twelve tasks: the remainder of the run is left out, not the remainder of each epoch."
-    s = TasksetScheduler([Table(5), Table(7)], batch, total_epochs=epochs, total_steps=steps)
-    assert s.max_steps == reads == len(list(s))
-    with pytest.raises(StopIteration):
-        s.read()
-
-
 # Feedback ----------------------------------------------------------------------------------------
 
 
@@ -223,17 +211,6 @@ def test_the_reward_that_decides_in_training_reaches_the_operator_and_its_own_go
         for passed, want in ((None, 1.0), (["correct"], 1.0), (["correct", "format"], 0.5)):
             m = s.observe(r, passed)
             assert m[SELECTOR_METRIC][0]["values"] == [0.5 if own else want]
-
-
-def test_selector_with_two_argument_update_still_works():
-    @SELECTORS.register_module("two_arguments", force=True)
-    class TwoArguments(SequentialSelector):
-        def update(self, indices, values):
-            self.got = list(indices), list(values)
-
-    s = TasksetScheduler([Table(3)], 2, "two_arguments")
-    s.update({SELECTOR_METRIC: {0: {"indices": [1], "values": [0.5], "counts": [8]}}})
-    assert s.selectors[0].got == ([1], [0.5])
 
 
 # Recipes -----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from grpo_nb.config import override
 from grpo_nb.files import HIDDEN, hide_secrets, refuse_hidden
 from grpo_nb.lab.budgets import Steps
 from grpo_nb.lab.compare import FailedRun, compare
@@ -14,45 +15,25 @@ from grpo_nb.trainer import GRPO
 
 KEY, WORD = "sk-test-0123456789abcdefghij", "open sesame"
 
-SECRETS = {
-    "token": "x",
-    "openai_key": "x",
+NAMES = "token openai_key apiKey OPENAI_API_KEY private_key bearer secret_word judge_token groq_key"
+NAMES += " accessKeyId session-cookie session_id slack_webhook"
+SECRETS = dict.fromkeys(NAMES.split(), "x") | {
     "api_keys": ["x", "y"],
-    "apiKey": "x",
-    "OPENAI_API_KEY": "x",
     "headers": {"Authorization": "x", "X-Auth": "x"},
     "auth": {"user": "x", "code": "x"},
-    "private_key": "x",
     "pwd": 1234,
-    "bearer": "x",
-    "secret_word": "x",
     "credentials": [{"file": "x"}],
     "note": "-----BEGIN RSA PRIVATE KEY-----",
     "extra": ["Bearer abcdefghijklmnop", KEY, "hf_abcdefghijklmnopqrst", "ghp_" + "a" * 36],
-    "judge_token": "x",
-    "accessKeyId": "x",
-    "session-cookie": "x",
-    "groq_key": "x",
     "db": {"pass": "x", "pw": "x", "token_2": "x", "connection_string": "x"},
-    "session_id": "x",
     "wandb": "0123456789abcdef0123456789abcdef01234567",
-    "slack_webhook": "x",
     "keys": ["sk_live_0123456789abcdef", "gsk_0123456789abcdef0123", "ASIA0123456789ABCDEF"],
 }
 QUOTED = {  # hidden where they stand in a text
     "url": "https://user:pw@host/x",
     "urls": ["postgres://:pw@host/db", "https://x0123456789abcdef@host", "https://pw@host"],
     "basic": "curl -s -u a:pw https://host",
-    "flags": [
-        "curl",
-        "-sSu",
-        "a:pw",
-        "--proxy-user",
-        "a:pw",
-        "-ua:pw",
-        "--user=a:pw",
-        "https://host",
-    ],
+    "flags": "curl -sSu a:pw --proxy-user a:pw -ua:pw --user=a:pw https://host".split(),
     "httpie": "http -a a:pw https://host",
     "login": "wandb login 0123456789abcdef0123456789abcdef01234567",
     "query": "https://host/v1?model=a&api_key=pw&n=1",
@@ -65,36 +46,27 @@ QUOTED = {  # hidden where they stand in a text
     "line": "judge --api-key pw0 password: pw",
     "hook": "https://hooks.slack.com/services/pw/0123456789abcdef",
 }
-OPEN = {
-    "eos_token": "</s>",
-    "pad_token": "<pad>",
-    "max_tokens": 5,
-    "tokens": 5000,
-    "prompt_key": "question",
-    "response_key": "solution",
-    "tokenizer": "data:tiny-llama",
-    "hf_tokenizer": "gpt2",
-    "author": "x",
-    "key": "judge",
-    "loss": "token_mean",
-    "url": "https://host:8000/v1",
-    "prompt": "Basic arithmetic. Bearer bonds: what is 2+2?",
-    "commit": "da39a3ee5e6b4b0d3255bfef95601890afd80709",
-    "task": "sk-learn",
-    "empty_secret": "",
-    "use_auth": True,
-    "password": None,
-    "max_new_tokens": 64,
-    "micro_tokens": 4096,
-    "keyboard": "qwerty",
-    "container": ["docker", "run", "-u", "1000:1000", "-u", "root", "-p", "80:80", "image"],
-    "stop_token": "<end>",
-    "file": "ssh://git@host/repository",
-    "from": "commit da39a3ee5e6b4b0d3255bfef95601890afd80709, host/?mail=a@b, docker run -u 0:0",
-    "snapshot": "hub/snapshots/da39a3ee5e6b4b0d3255bfef95601890afd80709",
-    "said": "Reset the password when asked, and design=good.",
-    "levels": ["--level", "token", "--tokenizer", "gpt2"],
-}
+COUNTS = dict.fromkeys("max_tokens tokens max_new_tokens micro_tokens".split(), 64)
+WORDS = "eos_token pad_token stop_token prompt_key response_key tokenizer hf_tokenizer author key"
+OPEN = (
+    COUNTS
+    | dict.fromkeys([*WORDS.split(), "loss", "keyboard"], "token_mean")
+    | {
+        "url": "https://host:8000/v1",
+        "prompt": "Basic arithmetic. Bearer bonds: what is 2+2?",
+        "commit": "da39a3ee5e6b4b0d3255bfef95601890afd80709",
+        "task": "sk-learn",
+        "empty_secret": "",
+        "use_auth": True,
+        "password": None,
+        "container": ["docker", "run", "-u", "1000:1000", "-u", "root", "-p", "80:80", "image"],
+        "file": "ssh://git@host/repository",
+        "from": "commit da39a3ee5e6b4b0d3255bfef95601890afd80709, host/?mail=a@b, docker run -u 0:0",
+        "snapshot": "hub/snapshots/da39a3ee5e6b4b0d3255bfef95601890afd80709",
+        "said": "Reset the password when asked, and design=good.",
+        "levels": ["--level", "token", "--tokenizer", "gpt2"],
+    }
+)
 
 
 def leaves(tree):
@@ -153,8 +125,6 @@ SMALL |= {"run.progress": False, "eval.every": 0}
 
 
 def small_config(**more):
-    from grpo_nb.config import override
-
     return override(load_config(None), SMALL | OPTIONS | more)
 
 
@@ -195,14 +165,9 @@ def test_a_stored_run_holds_no_secret_and_asks_for_it(tmp_path, seen):
 def test_compare_trains_with_the_secret_and_stores_none(tmp_path, seen):
     base = small_config(**{"tasks.eval": "tasks/middle_eval.jsonl", "eval.limit": 2})
     torch.manual_seed(0)
-    study = compare(
-        {"a": {}, "b": {"optimizer.lr": 1e-5}},
-        base,
-        seeds=[0],
-        budget=Steps(1),
-        dir=tmp_path / "study",
-        evaluate=lambda trainer: {"eval_sampled": 1.0},
-    )
+    how = {"budget": Steps(1), "evaluate": lambda trainer: {"eval_sampled": 1.0}}
+    arms = {"a": {}, "b": {"optimizer.lr": 1e-5}}
+    study = compare(arms, base, seeds=[0], dir=tmp_path / "study", **how)
     assert [r["status"] for r in study.runs] == ["done"] * 2, [r["error"] for r in study.runs]
     assert {s[:2] for s in seen} == {(KEY, WORD)}
     study.save(tmp_path / "study.json")

@@ -4,7 +4,6 @@ import json
 import pickle
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from grpo_nb.selectors import (
     make_selector,
     nearest,
 )
-from grpo_nb.tasks import Taskset
 
 CONFORMANCE = Path(__file__).parent / "conformance"
 pytestmark = pytest.mark.filterwarnings("ignore:difficulty_based with tau")
@@ -142,15 +140,6 @@ def test_easy_to_hard_is_a_lexicographic_sort(rows, data):
     assert easy_to_hard(columns, up).tolist() == sorted(range(len(rows)), key=key)
 
 
-def test_data_sources():
-    values = [0.1, 0.2, 0.3]
-    wrapper = SimpleNamespace(dataset={"a": values}, dataset_size=3)
-    for source in (wrapper, Taskset.load([{"prompt": "p", "a": v} for v in values])):
-        s = make_selector(source, TaskSelectorConfig("offline_easy2hard", 0, ["a"]))
-        assert s.num_tasks == 3 and s.column("a").tolist() == values
-        assert s.get_indices(3).tolist() == [2, 1, 0]
-
-
 def test_a_dotted_path_names_a_class():
     s = make_selector({"x": [0, 1]}, "grpo_nb.selectors.SequentialSelector")
     assert s.get_indices(3).tolist() == [0, 1, 0]
@@ -227,20 +216,6 @@ def test_feedback_that_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             est.update(*feedback)
-
-
-ADAPTIVE = {"difficulty_based": ["a", "b"], "thompson": [], "learnability": [], "greso": []}
-
-
-@pytest.mark.parametrize("name", ADAPTIVE)
-def test_nan_feedback_is_ignored(name):
-    data = {"a": np.full(4, 0.2), "b": np.full(4, 0.8)}
-    config = TaskSelectorConfig(name, 0, ADAPTIVE[name])
-    one, two = make_selector(data, config), make_selector(data, config)
-    one.update([0, 1, 2], [1.0, NAN, 0.0])
-    two.update([0, 2], [1.0, 0.0])
-    assert name == "greso" or one.estimator.count["ignored_nan"] == 1
-    assert one.get_indices(4).tolist() == two.get_indices(4).tolist()
 
 
 def test_features_may_be_memory_mapped_and_are_not_copied(tmp_path):

@@ -48,11 +48,8 @@ def sources(tmp_path):
     hub = datasets.Dataset.from_list(ROWS)
     return {
         "jsonl": tmp_path / "rows.jsonl",
-        "str": str(tmp_path / "rows.jsonl"),
         "parquet": tmp_path / "rows.parquet",
         "table": pa.Table.from_pylist(ROWS),
-        "list": ROWS,
-        "hub": hub,
         "hub torch": hub.with_format("torch"),
         "hub shuffled back": hub.select([2, 1, 0]).select([2, 1, 0]),
     }

@@ -111,18 +111,6 @@ def test_the_first_gradient_is_the_policy_gradient_by_finite_differences():
 # ----------------------------------------------------------------------------------------------------- schemes
 
 
-def test_two_updates_of_one_epoch_are_one_of_two():
-    ends = []
-    for calls in ((3,), (1, 1, 1), (2, 1)):
-        policy, r, adv = case()
-        opt, g = torch.optim.AdamW(policy.parameters(), 0.05), seeded(0, "mb")
-        for i, k in enumerate(calls):
-            config = UpdateConfig(k, minibatch_size=6, check_tol=None if i else 1e-4)
-            update(policy, r, adv, opt, config, generator=g)
-        ends.append(policy.logits.detach())
-    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
-
-
 # -------------------------------------------------------------------------------------------------- early stop
 
 
@@ -219,6 +207,22 @@ def test_micro_batches_order_and_skipping_change_nothing(
         update(policy, r[order], adv[order], sgd, config, Table(seed=9))
         ends.append(policy.logits.detach())
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)
+
+
+def test_without_a_limit_the_policy_says_how_large_a_pass_is():
+    def run(room):
+        policy, r, adv = case()
+        seen, logp = [], policy.logp
+        policy.logp = lambda x: seen.append(int(x.mask_NS.sum())) or logp(x)
+        if room:
+            policy.micro_tokens = lambda rollout: room
+        update(policy, r, adv, torch.optim.SGD(policy.parameters(), 0.5), UpdateConfig(2))
+        return policy.logits.detach(), max(seen), int(r.lengths_N.max())
+
+    whole, widest, longest = run(None)
+    parts, narrow, _ = run(5)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-12)
+    assert narrow <= max(5, longest) < widest
 
 
 # --------------------------------------------------------------------------------------------- truncated samples

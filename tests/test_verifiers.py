@@ -49,18 +49,6 @@ def batch(outputs, columns):
     )
 
 
-def run(code):
-    "The output of a program in a process of its own."
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 def test_math_equivalence_in_its_worker():
     bare = ("A", "(1,2)", "x+y", "yes", "True", "12:30", "[1, 2)", r"\text{A}", r"2\pi", "1 2")
     cases = [(x, x, 1) for x in bare] + [
@@ -233,7 +221,10 @@ def test_no_text_of_a_model_is_evaluated_and_nonsense_earns_nothing():
     pytest.importorskip("reasoning_gym")
     refused = "binary_matrix bitwise_arithmetic intermediate_integration n_queens number_sorting "
     refused += "polynomial_multiplication simple_integration spiral_matrix string_insertion"
-    assert run(ATTACKS).rpartition("refused")[2].split() == refused.split()
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-c", ATTACKS]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.stdout.rpartition("refused")[2].split() == refused.split(), done.stderr[-2000:]
 
 
 def test_a_scorer_that_computes_for_ever_is_ended_and_one_that_cannot_read_gives_zero():
