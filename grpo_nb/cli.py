@@ -308,7 +308,7 @@ def _make_parser() -> _Parser:
             s.add_argument("--from", dest="library", choices=libraries, help=of)
             s.add_argument("--processes", type=int, default=1, help="of that run, for trl")
         block = "; compare.key=value for the block" if name in ("compare", "demo") else ""
-        s.add_argument("overrides", nargs="*", help=f"key.sub=value{block}")
+        s.add_argument("overrides", nargs="*", default=[], help=f"key.sub=value{block}")
         if block:
             s.add_argument("--dir", help="folder of the study")
             s.add_argument("--workers", type=int, help="processes")
@@ -317,7 +317,7 @@ def _make_parser() -> _Parser:
     s = sub.add_parser("eval", help="scores of a checkpoint on held-out tasks")
     s.add_argument("checkpoint", help="folder of a checkpoint, or of a run")
     s.add_argument("tasks", nargs="?", help="file of tasks, data:name or hub name")
-    s.add_argument("overrides", nargs="*", help="key.sub=value")
+    s.add_argument("overrides", nargs="*", default=[], help="key.sub=value")
     s = sub.add_parser("what-if", help="stored samples under other estimators and filters")
     s.add_argument("run", help="a run, TRL's completions folder, or verl's rollout dump")
     s.add_argument("--advantage", default="grpo,gdpo", help="estimators, with commas")

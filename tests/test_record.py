@@ -23,6 +23,7 @@ from grpo_nb.lab import record
 from grpo_nb.lab.diagnosis import diagnose
 from grpo_nb.lab.frames import _metric_row
 from grpo_nb.lab.plots import plot_run
+from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.record import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -368,6 +369,8 @@ def test_tensorboard_shows_each_step_once_also_after_a_resume(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match="pip install tensorboard"):
         Run.create(tmp_path / "s", tensorboard=True)
+    with pytest.raises(ValueError, match="pip install tensorboard"):  # before a model is loaded
+        load_config(None, ["policy.model=nowhere", "run.tensorboard=true"])
     assert not (tmp_path / "s").exists()
 
 

@@ -307,6 +307,11 @@ def _gradient(frame, t: Thresholds) -> _Finding:
     say = "Filter groups: steps of dead groups only have no gradient."
     if zero > 0:
         said.append(f"{zero:.0%} of steps have gradient 0")
+        dead = column(frame, "frac_reward_zero_std")
+        if dead is not None and _mean(dead[trained & (grad == 0)]) < t.dead[0]:
+            say = (
+                "Rewards differ, so see what the estimator makes of them: trainer.last.advantages."
+            )
     if spike.any():
         verdict = _worst(verdict, "WARN")
         say = "Clip the gradient norm and lower the learning rate."
@@ -351,10 +356,13 @@ def _no_progress(frame, t: Thresholds) -> _Finding:
     return _Finding("WARN" if flat and share < t.dead[0] else "OK", said, why, say)
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #157937c0
+_PAGE = "https://grpo-nb.github.io/grpo_nb/lab/diagnosis.html"  # of the docs site
+
+
 def diagnose(
     run,  # Run, run directory, or a frame of any trainer's metrics
     thresholds: Thresholds | None = None,  # None = defaults, with the KL limit of the run
-):  # DataFrame with columns rule, verdict, evidence, arithmetic, prescription
+):  # DataFrame with columns rule, verdict, evidence, arithmetic, prescription, explained (a link)
     "What the log says is wrong; the frame's attrs hold the thresholds that were used."
     import pandas as pd
 
@@ -366,7 +374,8 @@ def diagnose(
             finding = rule(frame, thresholds)
         except MissingMetric as e:
             finding = _Finding("SKIPPED", str(e))
-        rows.append({"rule": name, **asdict(finding)})
+        link = f"{_PAGE}#{name.lower().replace(' ', '-')}"
+        rows.append({"rule": name, **asdict(finding), "explained": link})
     out = pd.DataFrame(rows)
     out.loc[out["verdict"] == "OK", "prescription"] = ""
     out.attrs["thresholds"] = asdict(thresholds)

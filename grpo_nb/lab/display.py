@@ -6,6 +6,7 @@
 __all__ = ['Shown', 'show_table', 'browse']
 
 # %% ../../nbs/lab/03_display.ipynb #65e65f22
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,7 +88,8 @@ def _table(frame, caption: str = "", height: int | None = None) -> str:
     styler = styler.format_index(escape="html", axis=1)
     scroll = f' style="max-height: {height}px; overflow: auto"' if height else ""
     title = f"<p><b>{escape(caption)}</b></p>" if caption else ""
-    return f"{title}<div{scroll}>{styler.to_html()}</div>"
+    linked = re.sub(r"https?://[^\s<&]+", r'<a href="\g<0>">\g<0></a>', styler.to_html())
+    return f"{title}<div{scroll}>{linked}</div>"
 
 # %% ../../nbs/lab/03_display.ipynb #b82cd819
 @dataclass

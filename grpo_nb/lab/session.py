@@ -39,7 +39,7 @@ from grpo_nb.lab.checkpoint import (
 )
 from .frames import whole_groups
 from .progress import Progress
-from .record import Run, is_run, is_timing
+from .record import _Board, Run, is_run, is_timing
 from ..metrics import History
 from ..processes import PeerError, ProcessLost, of_first, place, say
 from ..stream import fingerprint
@@ -63,6 +63,8 @@ class RunConfig:
     def __post_init__(self):
         if self.dir == "":
             raise ValueError("run.dir is empty: name a folder, or null for no record.")
+        if self.tensorboard:
+            _Board()  # it says what is missing
 
 # %% ../../nbs/lab/02_session.ipynb #def88f8f
 @configuration
