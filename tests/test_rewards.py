@@ -692,4 +692,3 @@ def test_what_cannot_reward_is_refused_when_the_trainer_is_made():
         trainer.step()
     both = {"format": lambda completion: 1.0, "right": exact_answer()}
     assert grpo(both, "advantage.weights=[.2, 1]").passed == ("right",)
-    assert grpo(both, "eval.passed=[right, format]").passed == ("right", "format")

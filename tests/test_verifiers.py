@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_rewards import batch as rollout_of_texts
 
-from grpo_nb.core import Rollout
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.reward_runner import RewardRunner
 from grpo_nb.tasks import Task
@@ -38,15 +38,8 @@ QUIET = dict(warn_error_share=1.0, max_error_share=1.0)
 
 def batch(outputs, columns):
     "A rollout of texts, each for a task of its own."
-    n = len(outputs)
-    return Rollout(
-        group_N=torch.arange(n),
-        tasks=[Task(c.pop("prompt", "p"), c, "t", i) for i, c in enumerate(columns)],
-        states={},
-        mask_NS=torch.ones(n, 1, dtype=torch.bool),
-        old_logp_NS=torch.zeros(n, 1),
-        outputs=list(outputs),
-    )
+    tasks = [Task(c.pop("prompt", "p"), c, "t", i) for i, c in enumerate(columns)]
+    return rollout_of_texts(outputs, tasks)
 
 
 def test_math_equivalence_in_its_worker():

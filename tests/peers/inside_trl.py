@@ -58,27 +58,16 @@ def run(kind, steps=12, iterations=1, lr=1e-4, save=None, resume=None, given=Non
         beta=0.0, disable_tqdm=True, warmup_steps=0, num_iterations=iterations,
         **(given or {}),
     )  # fmt: skip
-    trainer = kind(
-        AutoModelForCausalLM.from_pretrained(DATA),
-        [right, short],
-        args=args,
-        train_dataset=data,
-        processing_class=tokenizer,
-        **options,
-    )
+    model, given = AutoModelForCausalLM.from_pretrained(DATA), {"processing_class": tokenizer}
+    trainer = kind(model, [right, short], args=args, train_dataset=data, **given, **options)
     seen = []
     own = trainer._generate_and_score_completions
 
     def watched(inputs):
         batch = own(inputs)
         rewards = getattr(trainer, "_rewards", None)
-        seen.append(
-            (
-                batch["advantages"].clone(),
-                None if rewards is None else trainer.accelerator.gather(rewards),
-                len(inputs),
-            )
-        )
+        rewards = None if rewards is None else trainer.accelerator.gather(rewards)
+        seen.append((batch["advantages"].clone(), rewards, len(inputs)))
         return batch
 
     trainer._generate_and_score_completions = watched
@@ -86,14 +75,8 @@ def run(kind, steps=12, iterations=1, lr=1e-4, save=None, resume=None, given=Non
     trainer.train(resume_from_checkpoint=resume)
     assert trainer.accelerator.num_processes == WORLD
     logs = [r for r in trainer.state.log_history if "loss" in r]
-    return (
-        {
-            "loss": [r["loss"] for r in logs],
-            "right": [r["rewards/right/mean"] for r in logs if "reward" in r],
-        },
-        seen,
-        trainer,
-    )
+    rates = [r["rewards/right/mean"] for r in logs if "reward" in r]
+    return {"loss": [r["loss"] for r in logs], "right": rates}, seen, trainer
 
 
 class Weights(TrainerCallback):
@@ -204,13 +187,9 @@ def main():
     base, theirs, _ = run(trl.GRPOTrainer)
     ours, mine, _ = run(GRPOTrainer, advantage="grpo")
     worst = max((a - b).abs().max().item() for (a, _, _), (b, _, _) in zip(theirs, mine))
-    print(
-        "largest difference of advantages",
-        worst,
-        "of losses",
-        max(abs(a - b) for a, b in zip(base["loss"], ours["loss"])),
-    )
-    assert worst < 1e-6 and max(abs(a - b) for a, b in zip(base["loss"], ours["loss"])) < 1e-6
+    off = max(abs(a - b) for a, b in zip(base["loss"], ours["loss"]))
+    print("largest difference of advantages", worst, "of losses", off)
+    assert worst < 1e-6 and off < 1e-6
     i = next(i for i, (_, rewards, _) in enumerate(mine) if rewards.isnan().any())  # one with None
     call = {"rewards": mine[i][1].tolist(), "advantages": theirs[i][0].tolist()}
     gdpo, seen, trainer = run(GRPOTrainer, advantage="gdpo")
@@ -243,18 +222,9 @@ def main():
     record()
     trainer.accelerator.wait_for_everyone()
     if len(sys.argv) > 1:
-        runs = {
-            "TRL": base,
-            "grpo": ours,
-            "gdpo": gdpo,
-            "grpo, filtered": filtered,
-            "curriculum": drawn,
-        }
-        versions = {
-            "trl": trl.__version__,
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-        }
+        runs = {"TRL": base, "grpo": ours, "gdpo": gdpo, "grpo, filtered": filtered}
+        runs |= {"curriculum": drawn}
+        versions = {m.__name__: m.__version__ for m in (trl, transformers, torch)}
         out = {
             "command": "make trl", "seed": 3, "versions": versions, "processes": WORLD, "runs": runs,
             "largest_difference_of_advantages": worst, "groups_that_vary": min(varied), "call": call, "kl_stop": stop, "curves": curves(),
