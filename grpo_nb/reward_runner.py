@@ -94,7 +94,7 @@ class Failure:
     outcome: str
     message: str
 
-# %% ../nbs/method/03_reward_runner.ipynb #b73bad91
+
 _COUNTS = ("n_ok", "n_none", "n_error", "n_timeout", "n_nonfinite")
 
 

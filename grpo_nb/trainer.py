@@ -400,7 +400,7 @@ class RunnerConfig:
     run: RewardConfig = field(default_factory=RewardConfig)
     kl_in_reward: NonNegative = 0.0  # weight of the KL to the reference as one more reward; 0: none
 
-# %% ../nbs/method/04_trainer.ipynb #eefb3b2b
+
 @configuration
 class TrainerConfig:
     "Everything that defines a training, but for policy, tasks and rewards."
@@ -590,7 +590,7 @@ def accompany(
     others = [f for f in cls.companions if f.__qualname__ != make.__qualname__]
     cls.companions = [*others, make]
 
-# %% ../nbs/method/04_trainer.ipynb #beea00b5
+
 @patch
 def notify(
     self: GRPO,
@@ -679,7 +679,7 @@ def diagnosis(self: GRPO) -> str:
         "Lower optimizer.lr or update.max_grad_norm, or look for rewards and weights that are not finite."
     )
 
-# %% ../nbs/method/04_trainer.ipynb #efd5659d
+
 @patch
 def _evaluation_due(self: GRPO) -> bool:
     "Whether held-out tasks are evaluated after this step."

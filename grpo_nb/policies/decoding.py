@@ -86,7 +86,7 @@ class _Shape(NamedTuple):
     scale: float
     cap: float | None
 
-# %% ../../nbs/method/02_policies.decoding.ipynb #d921a2d2
+
 def _chunks(hidden, weight, bias, target, shape: _Shape, chunk: int) -> Iterator[tuple]:
     "Place, hidden states, targets, shaped logits, and derivative of the soft cap of each chunk."
     same = hidden.dtype == weight.dtype and hidden.dtype in (torch.float32, torch.float64)

@@ -26,7 +26,7 @@ from ..tasks import data_path
 class ModelNotFound(ValueError):
     "There is no model under this name."
 
-# %% ../../nbs/method/02_policies.loading.ipynb #fb7a7c7a
+
 def load_model(
     source: str | Path,  # a folder, data:NAME, a hub name, a *.gguf file, or "gguf:PACKAGE"
     dtype: str | torch.dtype = torch.float32,  # precision of the weights

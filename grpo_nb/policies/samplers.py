@@ -26,7 +26,7 @@ def per_row(
     value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
     return value.reshape(-1, *[1] * (x.ndim - 1)) if value.ndim else value
 
-# %% ../../nbs/method/02_policies.samplers.ipynb #67feff7e
+
 def _wide_dtype(device: torch.device) -> torch.dtype:
     "What sums are accumulated in; an accelerator without float64 sums in float32."
     return torch.float32 if device.type == "mps" else torch.float64
