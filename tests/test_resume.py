@@ -203,11 +203,16 @@ def test_training_goes_on_without_a_checkpoint_and_ends_with_an_error(
     assert t.run.status["state"] == "failed"
 
 
-def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path):
-    ruin = lambda t, row: t.policy.parameters()[0].data.view(-1)[3:4].fill_(float("inf"))
+@pytest.mark.parametrize("what", ["policy", "optimizer"])
+def test_a_state_that_is_not_finite_is_no_checkpoint(what, tmp_path):
+    def ruin(t, row):  # the weights themselves, or what only the next update would show
+        p = t.policy.parameters()[0]
+        held = p.data if what == "policy" else t.optimizer.state[p]["exp_avg"]
+        held.view(-1)[3:4].fill_(float("inf"))
+
     t = make(tmp_path / "r", callbacks=[ruin])
     good = t.save()
-    with pytest.raises(CheckpointError, match="after step 1 are not finite .*stays the newest"):
+    with pytest.raises(CheckpointError, match=f"1 is not finite .{what}.*stays the newest"):
         t.fit(1)
     t.close()
     assert list(good.parent.iterdir()) == [good] and t.run.status["state"] == "failed"

@@ -581,9 +581,14 @@ def save(
             raise ValueError("Where to? Give save() a folder, or set run.dir.")
         self.open_run()
     state = self.state_dict()
-    if odd := [k for k, v in state["policy"].items() if not torch.isfinite(v).all()]:
+    trained = leaves({k: state[k] for k in ("policy", "optimizer", "reference") if k in state})
+    if odd := [
+        k
+        for k, v in trained
+        if isinstance(v, (float, Tensor)) and not torch.as_tensor(v).isfinite().all()
+    ]:
         raise CheckpointError(
-            f"The weights after step {self.step_done} are not finite ({', '.join(odd[:3])}), so they are not saved; "
+            f"The state after step {self.step_done} is not finite ({', '.join(odd[:3])}), so it is not saved; "
             "the last checkpoint stays the newest."
         )
     path = of_first(lambda: session._write(state, root))
