@@ -296,7 +296,7 @@ def hide_secrets(
     secret: bool = False,  # everything in it is
     known: Iterable[str] = (),  # secrets that a text may quote, see `secret_texts`
 ):
-    "The same for display or export: `<hidden>` where a name or the look of a value tells a secret."
+    "The same for display or export: `<hidden>` where a name or the look of a value tells a secret; not where only a program knows (`sshpass -p`, `mysql -pX`, `curl -b`)."
     secret = secret or bool(_SECRET_NAME.search(name))
     if isinstance(value, Mapping):
         pair = str(value.get("name")) if "value" in value else ""  # {name: TOKEN, value: ...}

@@ -351,20 +351,18 @@ class _EventLoop:
 
     def wait(self, value: Any) -> Any:
         "The value, or what an awaitable gives in the end."
-        several = isinstance(value, list) and value and inspect.isawaitable(value[0])
-        if not several and not inspect.isawaitable(value):
+        if not any(map(inspect.isawaitable, value if isinstance(value, list) else [value])):
             return value
         if self.pid != os.getpid():
             self.pid, self.loop = os.getpid(), asyncio.new_event_loop()
             threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
-        async def waiting():
-            found = value if several else await value
-            if isinstance(found, list) and found and inspect.isawaitable(found[0]):
-                return await asyncio.gather(*found)
-            return found
+        async def settled(x):
+            while inspect.isawaitable(x):
+                x = await x
+            return await asyncio.gather(*map(settled, x)) if isinstance(x, list) else x
 
-        future = asyncio.run_coroutine_threadsafe(waiting(), self.loop)
+        future = asyncio.run_coroutine_threadsafe(settled(value), self.loop)
         try:
             return future.result()
         finally:

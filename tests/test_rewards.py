@@ -541,12 +541,17 @@ def async_shapes():
         async def batch(self, completions):
             return [2.0] * len(completions)
 
+    async def twice(completion):
+        return f(completion)
+
     return {
         "lambda": lambda completion: f(completion),
         "object": Own(),
         "call": Own().__call__,
         "method": Own().batch,
         "a list to await": lambda completions: [f(c) for c in completions],
+        "awaited twice": twice,
+        "some to await": lambda completions: [2.0, *map(f, completions[1:])],
         "partial of a partial": functools.partial(functools.partial(f), scale=2.0),
     }
 

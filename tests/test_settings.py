@@ -188,9 +188,10 @@ def test_tasksets_of_the_original_document_are_read_and_opened(tmp_path):
     stream = open_stream(config)
     assert stream.max_steps == 5 and stream.selectors[0].options.target_reward == 0.9
     assert {t.taskset_id for t in stream.read()} == {"my_taskset"}
-    recipe.write_text(DOCUMENT.replace("prompt_key", "promt_key"))
-    with pytest.raises(ValueError, match="Did you mean 'prompt_key'"):
-        config_from_trinity(recipe)
+    for key, typed in {"prompt_key": "promt_key", "task_selector": "task_selectr"}.items():
+        recipe.write_text(DOCUMENT.replace(key, typed))
+        with pytest.raises(ValueError, match=f"Did you mean '{key}'"):
+            config_from_trinity(recipe)
     again = DOCUMENT[DOCUMENT.index("      - name") :].replace("0.6", "1.0")
     recipe.write_text(DOCUMENT + again.replace("my_taskset", "other"))
     with pytest.raises(ValueError, match="policy.temperature 0.6 and 1.0: a run has one"):

@@ -6,6 +6,7 @@
 __all__ = ['config_from_trinity']
 
 # %% ../../nbs/integrations/05_from_trinity.ipynb #0bb9a396
+import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -198,7 +199,11 @@ def _trinity_tasks(s: Settings) -> dict[str, Any]:
     places += sorted({m[0] for k in s.given if (m := re.match(rf"{source}\.tasksets\.\d+", k))})
     entries, once = [], {}
     for at in places:
-        entry = {k: v for k, v in _under(s, at).items() if k in _ENTRY}
+        entry = _under(s, at)
+        for key in entry:
+            if difflib.get_close_matches(key, _ENTRY, cutoff=0.8):  # one of them, or a typing error
+                one_of("key of a taskset", key, _ENTRY)
+        entry = {k: v for k, v in entry.items() if k in _ENTRY}
         form = entry.pop("format", {})
         for key in form:
             one_of("key of format", key, ("prompt_key", "response_key", "system_prompt"))
