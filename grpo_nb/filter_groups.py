@@ -43,7 +43,7 @@ def _as_columns(values: Tensor | np.ndarray | Sequence) -> Tensor:
     x = x.reshape(len(x), math.prod(x.shape[1:]))
     return x if x.shape[1] else x.new_full((len(x), 1), torch.nan)
 
-# %% ../nbs/method/01_filter_groups.ipynb #00a355b0
+
 def _column_stats(x_NC: Tensor, groups: Groups) -> GroupStats:
     "(P, C) statistics of each group and column, deviation with ddof 0; infinities are refused."
     stats = group_stats(x_NC.to(groups.size_P.device), groups, ddof=0)
@@ -67,7 +67,7 @@ _REASONS = (
     "band",  # mean outside the band
 )
 
-# %% ../nbs/method/01_filter_groups.ipynb #beb4ce01
+
 @dataclass(frozen=True)
 class GroupDecision:
     "Which of P groups are kept, and why."
@@ -165,7 +165,7 @@ class UnknownFilterMetric(KeyError, ValueError):
     def __str__(self):
         return str(self.args[0])
 
-# %% ../nbs/method/01_filter_groups.ipynb #adb84fcd
+
 def _metric_column(name: str, column: Any, mask_NS: Tensor) -> Tensor:
     "A per-sample column (N,) or token array (N, S) as (N,) float64, NaN where there was None."
     if not isinstance(column, Tensor):
@@ -328,7 +328,7 @@ def _component_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     values = _weighted_components(rollout, config.weights)
     return varies(values, rollout.group_N, config.min_spread)
 
-# %% ../nbs/method/01_filter_groups.ipynb #0023664c
+
 @RULES.register("sum")
 def _sum_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     "The weighted sum of the components varies."

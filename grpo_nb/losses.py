@@ -65,7 +65,7 @@ def to_ratio(
     "`exp` that cannot overflow; at the bound its gradient is 0."
     return log_ratio_NS.clamp(max=LOG_RATIO_MAX).exp()
 
-# %% ../nbs/method/01_losses.ipynb #ff6d0315
+
 @configuration
 class Clip:
     "Bounds of the ratio around 1."

@@ -361,7 +361,7 @@ def open_entry(
     prompt = {"prompt": options["prompt"]} if "prompt" in options else {}
     return _FeaturedTasks(tasks, Taskset.load(_locate(entry["features"]), **prompt))
 
-# %% ../nbs/method/03_scheduler.ipynb #552d7988
+
 def _locate(path: Any) -> Any:
     return data_path(path[5:]) if str(path).startswith("data:") else path
 

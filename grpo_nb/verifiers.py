@@ -33,7 +33,7 @@ def _content_text(content: Any) -> str:
         raise ValueError(f"The content of a chat message must have text, got {_shown(content)}.")
     return "".join(texts)
 
-# %% ../nbs/method/02_verifiers.ipynb #000fcdbb
+
 def _plain_text(completion: Any) -> str:
     "The text of a completion, which is text or chat messages."
     if isinstance(completion, str):
@@ -354,7 +354,7 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     ):  # what cannot be read or compared in its limits is not equal
         return False
 
-# %% ../nbs/method/02_verifiers.ipynb #95a99da0
+
 def _warm_up_math() -> None:
     "The first comparison of a process takes seconds on a busy machine."
     _same_math(_read_math("(x-1)(x+1)", 60), _read_math("x^2-1/3", 60), 60)
@@ -491,7 +491,7 @@ def _node_value(node: ast.AST) -> Fraction:
             return -_node_value(operand)
     raise ValueError("only + - * / and brackets are read")
 
-# %% ../nbs/method/02_verifiers.ipynb #c2de6d8a
+
 def _arithmetic(text: str) -> Fraction:
     "The exact value of at most 200 characters, read without evaluating them; anything but + - * / and brackets is a ValueError."
     if not re.fullmatch(r"[0-9.+*/() -]{1,200}", text):
@@ -514,7 +514,7 @@ def _gym_numbers(answer: str | None, entry: Mapping) -> float:
     right = abs(value - target) <= 1e-6 + 1e-5 * abs(target)
     return 1.0 if right and used == sorted(given["numbers"]) else part
 
-# %% ../nbs/method/02_verifiers.ipynb #ad62ccd1
+
 def _gym_word(answer: str | None, entry: Mapping) -> float:
     "game_of_life_halting: the word wanted; its own scorer pays for nonsense."
     return float((answer or "").strip().casefold() == str(entry["answer"]).casefold())
