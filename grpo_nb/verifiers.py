@@ -142,7 +142,7 @@ _NUMBER = re.compile(
 # %% ../nbs/method/02_verifiers.ipynb #aef85dda
 def _quantity(text: str) -> tuple[Fraction, str] | None:
     "The value of a decimal, fraction or mixed number, and its unit, which may be empty; None = no plain number."
-    text = re.sub(r"\\(?:text|mathrm)\s?\{([^{}]*)\}|\\[,; ]|~", r" \1", text)
+    text = re.sub(r"\\(?:text|mathrm)\s?\{([^{}]*)\}|\\[,; \\]|~", r" \1", text)
     text = " ".join(text.replace("\\", "").replace("{,}", ",").split())
     match = _NUMBER.fullmatch(text) if len(text.replace(" ", "")) <= 100 else None
     if match is None or match["sign"] and match["minus"]:
@@ -237,14 +237,20 @@ def _same_answer(a: str, b: str, ignore_case: bool) -> bool:
 
 # %% ../nbs/method/02_verifiers.ipynb #94a302bd
 _DENIED = re.compile(  # in the last clause: a bound or a denial is no answer
-    r"(?i)(?:\b(?:not|never|than|least|most)\b|n['’]t\b)(?:[^.,;:!?]|[.,]\d)*\.?$"
+    r"(?i)(?:\b(?:not|cannot|never|than|least|most|except|wrong|incorrect|false)\b|n['’]t\b)(?:[^.,;:!?]|[.,]\d)*\.?$"
 )
+_ANNOUNCED = re.compile(  # before the answer of a sentence
+    r"(?i)\b(?:is|are|was|be|answer|result|total|gets?|gives?|giving|makes?|takes?|took|has|have|leaves?|therefore|thus|hence|so"
+    r"|equals?|exactly|only|(?:equal|comes|adds up|amounts|evaluates|simplifies) to|left with|total of)$|[:=]$|(?<!\d)[.!]$"
+)
+_ONE_OF_SEVERAL = re.compile(r"(?:\$|\\\)|\\\])\s*(?:[,;]?\s*(?:and|or)|[,;])\s*$")  # $5$ or $6$
 
 
 def _is_prose(text: str) -> bool:
-    "Words, or numbers side by side, which a parser of LaTeX would multiply or add."
+    "What a parser of LaTeX would multiply, add or drop: words, numbers side by side, bases, lines, several formulas."
     plain = re.sub(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+(?:_\w)?", "|", text)
-    return bool(re.search(r"[A-Za-z]{3,}|[0-9]\s+[0-9]", plain))
+    odd = r"[A-Za-z]{3,}|[0-9]\s+[0-9]|[0-9)}]\s*_|\b0[xXbBoO][0-9]|(?<!\\)\$|\\[(\[]"
+    return bool(re.search(odd, plain)) or "\\\\" in text and "\\begin" not in text
 
 
 def _mathematics(text: str) -> str:
@@ -255,14 +261,17 @@ def _mathematics(text: str) -> str:
     for first, last in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         end = text.rfind(last)
         start = text.rfind(first, 0, max(end, 0))
-        found += [(end, text[start + len(first) : end])] if start >= 0 else []
-    if found or not _is_prose(text) or _quantity(text):
-        return _bare(max(found)[1]) if found else text
+        found += [(end, start, text[start + len(first) : end])] if start >= 0 else []
+    if found:
+        _, start, answer = max(found)
+        return text if _ONE_OF_SEVERAL.search(text[:start]) else _bare(answer)
+    if not _is_prose(text) or _quantity(text):
+        return text
     *before, last = text.split()
     if before and _quantity(last) is None:  # a number and its unit
         *before, last = *before[:-1], f"{before[-1]} {last}"
-    several = before and re.search(r"^(and|or)$|[0-9,]$", before[-1])
-    return text if several or _quantity(last) is None else last
+    announced = not before or _ANNOUNCED.search(" ".join(before))
+    return last if announced and _quantity(last) else text
 
 # %% ../nbs/method/02_verifiers.ipynb #356e1947
 _MATH_MEMORY = 1 << 30  # bytes that parsing and comparing may add to a worker
@@ -338,8 +347,10 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     from math_verify.utils import timeout
 
     pair = _quantity(found), _quantity(reference)
-    if found.split() == reference.split() or None not in pair:
-        return found.split() == reference.split() or _same_quantity(*pair)
+    base = lambda text: re.sub(r"_\{(\w+)\}", r"_\1", text).split()  # 101_2 and 101_{2}
+    same = base(found) == base(reference)
+    if same or None not in pair:
+        return same or _same_quantity(*pair)
     if _is_prose(reference):
         return False
     gold = _read_math(reference, limit)
