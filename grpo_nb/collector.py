@@ -44,7 +44,7 @@ def _split_groups(rollout: Rollout, num_groups: int) -> tuple[Rollout, Rollout]:
 class FilterCapError(ValueError):
     "The limit of generation batches was reached before the batch was full."
 
-# %% ../nbs/method/02_collector.ipynb #cb1019af
+
 @dataclass
 class Collected:
     "One step's batch and how it came about."
@@ -98,6 +98,42 @@ class GroupCollector:
             self.held.append(piece)
             self.num_held += piece.num_groups
 
+# %% ../nbs/method/02_collector.ipynb #fed9971b
+log = logging.getLogger("grpo_nb.collector")
+_WARNINGS = {
+    "sum": "filter_groups.rule='sum' with GDPO drops groups whose components carry signal although their sum is constant. Use "
+    "'all_components' or 'combined'.",
+    "acc": "Filter metric 'acc' has {graded} of {numbers} values that are neither 0 nor 1. If it is a graded score, groups hardly "
+    "ever tie and the filter does little: filter by a 0/1 metric.",
+    "nan": "{invalid} of {samples} samples have no valid filter metric (NaN or None); they are left out of their group's decision "
+    "and counted in filter/invalid.",
+    "all filtered": "All {n} groups of a generation batch were filtered. Likely cause: {why}.",
+    "reward": "The filter metric and the trained reward disagree: {dropped} of {n} groups were dropped although their reward "
+    "varies, {kept} kept although it is constant (filter/dropped_with_signal, filter/kept_without_signal).",
+    "stale": "{stale} carried groups were older than max_staleness={limit} updates and were dropped (filter/stale).",
+    "rate high": "{rate:.1%} of the groups were filtered over the last 20 steps: most samples are thrown away. The tasks do not "
+    "fit the policy, or the reward cannot tell answers apart.",
+    "rate low": "Only {rate:.1%} of the groups were filtered over the last 20 steps: the filter changes little.",
+    "easy": "{high:.1%} of the groups were all right over the last 20 steps: the tasks are too easy.",
+    "hard": "{low:.1%} of the groups were all wrong over the last 20 steps: the tasks are too hard.",
+    "surplus": "{dropped} of {kept} kept groups ({lost:.1%}) did not fit and were dropped over the last 20 steps. Set "
+    "surplus='carry', sizing='adaptive' or a smaller gen_batch_size.",
+    "end": "End of the data: {held} of {needed} groups do not fill a batch and are dropped. Set "
+    "filter_groups.on_end='train_partial' to use them.",
+    "cap": "num_gen_batches={n} >= max_num_gen_batches={n}. Generated too many batches: {held} of {needed} groups collected, "
+    "{filtered} of {groups} generated groups filtered ({rate:.1%}): {high} all high, {low} all low. Likely cause: {why}. Raise "
+    "max_num_gen_batches (0 = no limit), lower train_batch_size, raise num_generations, change the tasks, or set on_cap to "
+    "'train_partial' or 'skip_step'.",
+}
+
+# %% ../nbs/method/02_collector.ipynb #e0375bb6
+@patch
+def _warn(self: GroupCollector, holds: Mapping[str, Any], **numbers):
+    for key, true in holds.items():
+        if true and key not in self.warnings:
+            self.warnings[key] = _WARNINGS[key.partition(":")[0]].format(**numbers)
+            log.warning(self.warnings[key])
+
 # %% ../nbs/method/02_collector.ipynb #cf823e44
 @patch
 def collect(
@@ -124,6 +160,30 @@ def collect(
             return Collected(None, "paused", {})
     return self.take()
 
+# %% ../nbs/method/02_collector.ipynb #fad66dac
+@patch
+def _settle(self: GroupCollector):
+    "Full, at the limit, or open?"
+    t, config = self.tally, self.config
+    once = config.action != "refill"  # drop and mask take one generation batch
+    full = t["batches"] > 0 if once else self.num_held >= self.train_batch_size
+    limit = config.max_num_gen_batches if config.max_num_gen_batches > 0 else math.inf
+    if config.adaptive_cap:
+        need, filtered = max(self.train_batch_size - t["carried_in"], 0), t["groups"] - t["kept"]
+        limit = adaptive_cap(need, self.full_size, filtered, t["groups"], t["batches"], limit)
+    self.status = "full" if full else "cap" if t["batches"] >= limit else "open"
+
+# %% ../nbs/method/02_collector.ipynb #38142b20
+@patch(as_prop=True)
+def needed(self: GroupCollector) -> int:
+    "Prompts to generate next; 0 when no batch is due."
+    if self.status != "open":
+        return 0
+    if self.config.sizing == "full" or self.config.action != "refill":
+        return self.full_size
+    missing = self.train_batch_size - self.num_held
+    return _next_batch_size(missing, *self.filter_rate, most=self.full_size)
+
 # %% ../nbs/method/02_collector.ipynb #ba161c81
 @patch
 def begin(
@@ -148,57 +208,50 @@ def begin(
     self.status = "open"
     self._settle()
 
-# %% ../nbs/method/02_collector.ipynb #38142b20
-@patch(as_prop=True)
-def needed(self: GroupCollector) -> int:
-    "Prompts to generate next; 0 when no batch is due."
-    if self.status != "open":
-        return 0
-    if self.config.sizing == "full" or self.config.action != "refill":
-        return self.full_size
-    missing = self.train_batch_size - self.num_held
-    return _next_batch_size(missing, *self.filter_rate, most=self.full_size)
+# %% ../nbs/method/02_collector.ipynb #1636d518
+_CAUSES = {  # reason: what to do about it
+    "single": "one valid sample per group: raise num_generations to at least 2",
+    "invalid": "no valid metric value: the reward function gives None or NaN",
+    "cancelled": "the reward components cancel: change their weights",
+    "band": "the group means lie outside the band: widen it",
+    "narrow": "the spread is below min_spread: lower it",
+    "constant": "the metric is the same for all samples of a group but neither right nor wrong: "
+    "does the reward function see the completion?",
+    "all_high": "all samples are right: the tasks are too easy (or the reward is always given)",
+    "all_low": "all samples are wrong: the tasks are too hard, or the reward function does not find the answer",
+}
 
-# %% ../nbs/method/02_collector.ipynb #fad66dac
-@patch
-def _settle(self: GroupCollector):
-    "Full, at the limit, or open?"
-    t, config = self.tally, self.config
-    once = config.action != "refill"  # drop and mask take one generation batch
-    full = t["batches"] > 0 if once else self.num_held >= self.train_batch_size
-    limit = config.max_num_gen_batches if config.max_num_gen_batches > 0 else math.inf
-    if config.adaptive_cap:
-        need, filtered = max(self.train_batch_size - t["carried_in"], 0), t["groups"] - t["kept"]
-        limit = adaptive_cap(need, self.full_size, filtered, t["groups"], t["batches"], limit)
-    self.status = "full" if full else "cap" if t["batches"] >= limit else "open"
+# %% ../nbs/method/02_collector.ipynb #9032e7d3
+def _likely_cause(reasons: Mapping[str, int]) -> tuple[str, str]:
+    "Why groups were filtered: the reason of four in five of them, and a sentence."
+    total = sum(n for reason, n in reasons.items() if reason != "kept")
+    if not total:
+        return "none", "no group was filtered: the limit is too low for this train_batch_size"
+    for cause, text in _CAUSES.items():
+        n = reasons.get(cause, 0)
+        if n >= 0.8 * total:
+            return cause, f"{n} of {total} filtered groups: {text}"
+    return "mixed", (
+        f"of {total} filtered groups {reasons.get('all_high', 0)} are all right and {reasons.get('all_low', 0)} all wrong: "
+        "raise num_generations, check that the samples of a group differ (temperature), or mix in middling tasks"
+    )
 
-# %% ../nbs/method/02_collector.ipynb #e26633e7
+# %% ../nbs/method/02_collector.ipynb #7c8d602a
 @patch
-def add(
-    self: GroupCollector,
-    rollout: Rollout,  # one rewarded generation batch
-):
-    "Filter one generation batch and keep what varies."
-    if self.status != "open":
-        raise ValueError(f"No batch is due, the step is {self.status}: call take() or begin().")
-    if not len(rollout):
-        raise ValueError(
-            "An empty generation batch. Return None from generate at the end of the data."
-        )
-    version_N = torch.full_like(rollout.group_N, self.policy_version)
-    rollout = rollout.replace(info={"policy_version": version_N} | rollout.info)
-    decision = self._decide(rollout)
-    self._count(rollout, decision)
-    if self.config.action == "mask":
-        mask_NS = rollout.mask_NS.bool() & decision.keep_N.to(rollout.mask_NS.device)[:, None]
-        self._hold(rollout.replace(mask_NS=mask_NS))
-        self.num_held = decision.num_kept
-    else:
-        self._hold(rollout[decision.keep_N])
-    self._settle()
-    self._log_batch(rollout, decision.num_kept)
-    if self.on_rewarded is not None:
-        self.on_rewarded(rollout)
+def _warn_of_batch(self: GroupCollector, decision: GroupDecision):
+    n, values = len(decision.keep_P), decision.values_NC
+    graded = int(((values != 0) & (values != 1) & ~values.isnan()).sum())
+    invalid = int(values.isnan().all(1).sum())
+    dropped, kept = (self.tally[f"{k}_signal"] for k in ("dropped_with", "kept_without"))
+    cause, why = _likely_cause(decision.counts())
+    holds = {
+        "acc": graded and self.config.metrics == ("acc",),
+        "nan": invalid,
+        f"all filtered: {cause}": not decision.num_kept,
+        "reward": dropped or kept,
+    }
+    counts = {"graded": graded, "invalid": invalid, "dropped": dropped, "kept": kept, "n": n}
+    self._warn(holds, **counts, samples=len(values), numbers=values.numel(), why=why)
 
 # %% ../nbs/method/02_collector.ipynb #6465faf2
 @patch
@@ -234,58 +287,72 @@ def _count(self: GroupCollector, rollout: Rollout, decision: GroupDecision):
     self.filter_rate = [self.filter_rate[0] + groups - kept, self.filter_rate[1] + groups]
     self.gen_steps += 1
 
-# %% ../nbs/method/02_collector.ipynb #404c4671
+# %% ../nbs/method/02_collector.ipynb #8a22b3d9
 @patch
-def take(self: GroupCollector) -> Collected:
-    "Close the step: a full batch, or what `on_cap` asks for."
-    if self.status == "full":
-        return self._close("full")
-    if self.status != "cap":
+def _log_batch(self: GroupCollector, rollout: Rollout, kept: int):
+    if self.config.log_format is None:
+        return
+    names = [m if isinstance(m, str) else getattr(m, "__name__", "?") for m in self.config.metrics]
+    prompts, held, target = rollout.num_groups, self.num_held, self.train_batch_size
+    batch = self.tally["batches"]
+    log.info(f"Generated batch {batch}, {prompts} prompts, {len(rollout)} trajectories")
+    log.info(f"Filter groups enabled, metric={','.join(names) or self.config.rule_name}")
+    log.info(f"Filtered: {prompts - kept} prompts with std=0 ({1 - kept / prompts:.1%})")
+    log.info(f"Kept: {kept} prompts with std>0")
+    if held != kept:
+        log.info(f"Accumulated: {held} prompts")
+    sign = "<" if held < target else ">="
+    log.info(f"num_prompt_in_batch={held} {sign} prompt_bsz={target}")
+    if self.status == "open":
+        log.info(f"num_gen_batches={batch}. Keep generating...")
+
+# %% ../nbs/method/02_collector.ipynb #e26633e7
+@patch
+def add(
+    self: GroupCollector,
+    rollout: Rollout,  # one rewarded generation batch
+):
+    "Filter one generation batch and keep what varies."
+    if self.status != "open":
+        raise ValueError(f"No batch is due, the step is {self.status}: call take() or begin().")
+    if not len(rollout):
         raise ValueError(
-            f"The step is {self.status}, with {self.num_held} of {self.train_batch_size} groups: "
-            "add generation batches until it is full."
+            "An empty generation batch. Return None from generate at the end of the data."
         )
-    numbers = self._counts() | {"n": self.tally["batches"], "why": _likely_cause(self.reasons)[1]}
-    numbers |= {"held": self.num_held, "needed": self.train_batch_size}
-    if self.config.on_cap == "raise":
-        raise FilterCapError(_WARNINGS["cap"].format(**numbers))
-    self._warn({"cap": True}, **numbers)
-    return self._close("partial" if self.config.on_cap == "train_partial" else "skipped")
+    version_N = torch.full_like(rollout.group_N, self.policy_version)
+    rollout = rollout.replace(info={"policy_version": version_N} | rollout.info)
+    decision = self._decide(rollout)
+    self._count(rollout, decision)
+    if self.config.action == "mask":
+        mask_NS = rollout.mask_NS.bool() & decision.keep_N.to(rollout.mask_NS.device)[:, None]
+        self._hold(rollout.replace(mask_NS=mask_NS))
+        self.num_held = decision.num_kept
+    else:
+        self._hold(rollout[decision.keep_N])
+    self._settle()
+    self._log_batch(rollout, decision.num_kept)
+    if self.on_rewarded is not None:
+        self.on_rewarded(rollout)
 
-# %% ../nbs/method/02_collector.ipynb #3c2f97aa
+# %% ../nbs/method/02_collector.ipynb #d2c32479
 @patch
-def _end_of_data(self: GroupCollector) -> Collected:
-    "A partial batch is trained on or dropped, and counted."
-    train = self.config.on_end == "train_partial" and self.num_held
-    lost = self.num_held and not train and self.config.surplus == "drop"
-    self._warn({"end": lost}, held=self.num_held, needed=self.train_batch_size)
-    return self._close("partial" if train else "end")
+def _counts(self: GroupCollector) -> dict[str, float]:
+    "Groups of the step so far."
+    groups, kept = self.tally["groups"], self.tally["kept"]
+    filtered, high, low = groups - kept, self.reasons["all_high"], self.reasons["all_low"]
+    rate = filtered / groups if groups else math.nan
+    counts = {"groups": groups, "kept": kept, "filtered": filtered}
+    return counts | {"high": high, "low": low, "rate": rate}
 
-# %% ../nbs/method/02_collector.ipynb #266f27ec
+
 @patch
-def _close(self: GroupCollector, outcome: str) -> Collected:
-    refills, trained = self.config.action == "refill", None
-    rest = concat(self.held) if self.held else None
-    if outcome in ("full", "partial") and self.num_held:
-        trained, rest = _split_groups(rest, self.train_batch_size) if refills else (rest, None)
-        age_N = self.policy_version - trained.info["policy_version"]
-        trained = trained.replace(info=trained.info | {"age": age_N})
-        fewer = trained.num_groups < self.train_batch_size and self.config.action != "mask"
-        outcome = "partial" if fewer else "full"
-    elif outcome != "end":
-        outcome = "skipped"
-    surplus = rest.num_groups if refills and rest is not None else 0
-    if surplus and self.config.surplus == "carry":
-        self.carried = [rest]
-    carried = surplus if self.carried else 0
-    metrics = self._metrics(trained, surplus, carried)
-    self._warn_of_steps(dropped=surplus - carried)
-    self._log_end(outcome, trained)
-    if trained is not None:
-        self.unrewarded = []  # the update makes them samples of an older policy
-        self.policy_version += 1
-    self.status, self.held, self.num_held = "closed", [], 0
-    return Collected(trained, outcome, metrics)
+def _expected(self: GroupCollector, rate: float) -> float:
+    "Generation batches that the cost model predicts for the filter rate of the step."
+    need = self.train_batch_size - self.tally["carried_in"]
+    if not self.tally["groups"] or self.config.action != "refill" or need <= 0:
+        return float(self.tally["batches"])
+    carry = self.config.surplus == "carry" or self.config.sizing == "adaptive"
+    return expected_gen_batches(rate, need, carry, self.full_size)
 
 # %% ../nbs/method/02_collector.ipynb #34bb3c68
 @patch
@@ -323,141 +390,6 @@ def _metrics(
         "train/num_kept_prompts": n["kept"],
     }
 
-# %% ../nbs/method/02_collector.ipynb #d2c32479
-@patch
-def _counts(self: GroupCollector) -> dict[str, float]:
-    "Groups of the step so far."
-    groups, kept = self.tally["groups"], self.tally["kept"]
-    filtered, high, low = groups - kept, self.reasons["all_high"], self.reasons["all_low"]
-    rate = filtered / groups if groups else math.nan
-    counts = {"groups": groups, "kept": kept, "filtered": filtered}
-    return counts | {"high": high, "low": low, "rate": rate}
-
-# %% ../nbs/method/02_collector.ipynb #3c47959e
-@patch
-def _expected(self: GroupCollector, rate: float) -> float:
-    "Generation batches that the cost model predicts for the filter rate of the step."
-    need = self.train_batch_size - self.tally["carried_in"]
-    if not self.tally["groups"] or self.config.action != "refill" or need <= 0:
-        return float(self.tally["batches"])
-    carry = self.config.surplus == "carry" or self.config.sizing == "adaptive"
-    return expected_gen_batches(rate, need, carry, self.full_size)
-
-# %% ../nbs/method/02_collector.ipynb #8a22b3d9
-log = logging.getLogger("grpo_nb.collector")
-
-
-@patch
-def _log_batch(self: GroupCollector, rollout: Rollout, kept: int):
-    if self.config.log_format is None:
-        return
-    names = [m if isinstance(m, str) else getattr(m, "__name__", "?") for m in self.config.metrics]
-    prompts, held, target = rollout.num_groups, self.num_held, self.train_batch_size
-    batch = self.tally["batches"]
-    log.info(f"Generated batch {batch}, {prompts} prompts, {len(rollout)} trajectories")
-    log.info(f"Filter groups enabled, metric={','.join(names) or self.config.rule_name}")
-    log.info(f"Filtered: {prompts - kept} prompts with std=0 ({1 - kept / prompts:.1%})")
-    log.info(f"Kept: {kept} prompts with std>0")
-    if held != kept:
-        log.info(f"Accumulated: {held} prompts")
-    sign = "<" if held < target else ">="
-    log.info(f"num_prompt_in_batch={held} {sign} prompt_bsz={target}")
-    if self.status == "open":
-        log.info(f"num_gen_batches={batch}. Keep generating...")
-
-# %% ../nbs/method/02_collector.ipynb #67df4914
-@patch
-def _log_end(self: GroupCollector, outcome: str, trained: Rollout | None):
-    if self.config.log_format is None:
-        return
-    if outcome == "full":
-        log.info(f"Collected enough data. Taking first {len(trained)} trajectories.")
-        return
-    partial = outcome == "partial" and f"Training on a partial batch: {len(trained)} trajectories."
-    log.info(partial or f"Skipping the step: {outcome}.")
-    log.info(f"train/num_gen_batches: {self.tally['batches']}")
-    log.info(f"train/filter_rate: {self._counts()['rate']:.3f}")
-
-# %% ../nbs/method/02_collector.ipynb #1636d518
-_CAUSES = {  # reason: what to do about it
-    "single": "one valid sample per group: raise num_generations to at least 2",
-    "invalid": "no valid metric value: the reward function gives None or NaN",
-    "cancelled": "the reward components cancel: change their weights",
-    "band": "the group means lie outside the band: widen it",
-    "narrow": "the spread is below min_spread: lower it",
-    "constant": "the metric is the same for all samples of a group but neither right nor wrong: "
-    "does the reward function see the completion?",
-    "all_high": "all samples are right: the tasks are too easy (or the reward is always given)",
-    "all_low": "all samples are wrong: the tasks are too hard, or the reward function does not find the answer",
-}
-
-# %% ../nbs/method/02_collector.ipynb #9032e7d3
-def _likely_cause(reasons: Mapping[str, int]) -> tuple[str, str]:
-    "Why groups were filtered: the reason of four in five of them, and a sentence."
-    total = sum(n for reason, n in reasons.items() if reason != "kept")
-    if not total:
-        return "none", "no group was filtered: the limit is too low for this train_batch_size"
-    for cause, text in _CAUSES.items():
-        n = reasons.get(cause, 0)
-        if n >= 0.8 * total:
-            return cause, f"{n} of {total} filtered groups: {text}"
-    return "mixed", (
-        f"of {total} filtered groups {reasons.get('all_high', 0)} are all right and {reasons.get('all_low', 0)} all wrong: "
-        "raise num_generations, check that the samples of a group differ (temperature), or mix in middling tasks"
-    )
-
-# %% ../nbs/method/02_collector.ipynb #fed9971b
-_WARNINGS = {
-    "sum": "filter_groups.rule='sum' with GDPO drops groups whose components carry signal although their sum is constant. Use "
-    "'all_components' or 'combined'.",
-    "acc": "Filter metric 'acc' has {graded} of {numbers} values that are neither 0 nor 1. If it is a graded score, groups hardly "
-    "ever tie and the filter does little: filter by a 0/1 metric.",
-    "nan": "{invalid} of {samples} samples have no valid filter metric (NaN or None); they are left out of their group's decision "
-    "and counted in filter/invalid.",
-    "all filtered": "All {n} groups of a generation batch were filtered. Likely cause: {why}.",
-    "reward": "The filter metric and the trained reward disagree: {dropped} of {n} groups were dropped although their reward "
-    "varies, {kept} kept although it is constant (filter/dropped_with_signal, filter/kept_without_signal).",
-    "stale": "{stale} carried groups were older than max_staleness={limit} updates and were dropped (filter/stale).",
-    "rate high": "{rate:.1%} of the groups were filtered over the last 20 steps: most samples are thrown away. The tasks do not "
-    "fit the policy, or the reward cannot tell answers apart.",
-    "rate low": "Only {rate:.1%} of the groups were filtered over the last 20 steps: the filter changes little.",
-    "easy": "{high:.1%} of the groups were all right over the last 20 steps: the tasks are too easy.",
-    "hard": "{low:.1%} of the groups were all wrong over the last 20 steps: the tasks are too hard.",
-    "surplus": "{dropped} of {kept} kept groups ({lost:.1%}) did not fit and were dropped over the last 20 steps. Set "
-    "surplus='carry', sizing='adaptive' or a smaller gen_batch_size.",
-    "end": "End of the data: {held} of {needed} groups do not fill a batch and are dropped. Set "
-    "filter_groups.on_end='train_partial' to use them.",
-    "cap": "num_gen_batches={n} >= max_num_gen_batches={n}. Generated too many batches: {held} of {needed} groups collected, "
-    "{filtered} of {groups} generated groups filtered ({rate:.1%}): {high} all high, {low} all low. Likely cause: {why}. Raise "
-    "max_num_gen_batches (0 = no limit), lower train_batch_size, raise num_generations, change the tasks, or set on_cap to "
-    "'train_partial' or 'skip_step'.",
-}
-
-# %% ../nbs/method/02_collector.ipynb #e0375bb6
-@patch
-def _warn(self: GroupCollector, holds: Mapping[str, Any], **numbers):
-    for key, true in holds.items():
-        if true and key not in self.warnings:
-            self.warnings[key] = _WARNINGS[key.partition(":")[0]].format(**numbers)
-            log.warning(self.warnings[key])
-
-# %% ../nbs/method/02_collector.ipynb #7c8d602a
-@patch
-def _warn_of_batch(self: GroupCollector, decision: GroupDecision):
-    n, values = len(decision.keep_P), decision.values_NC
-    graded = int(((values != 0) & (values != 1) & ~values.isnan()).sum())
-    invalid = int(values.isnan().all(1).sum())
-    dropped, kept = (self.tally[f"{k}_signal"] for k in ("dropped_with", "kept_without"))
-    cause, why = _likely_cause(decision.counts())
-    holds = {
-        "acc": graded and self.config.metrics == ("acc",),
-        "nan": invalid,
-        f"all filtered: {cause}": not decision.num_kept,
-        "reward": dropped or kept,
-    }
-    counts = {"graded": graded, "invalid": invalid, "dropped": dropped, "kept": kept, "n": n}
-    self._warn(holds, **counts, samples=len(values), numbers=values.numel(), why=why)
-
 # %% ../nbs/method/02_collector.ipynb #a5394ffc
 @patch
 def _warn_of_steps(self: GroupCollector, dropped: int):
@@ -478,6 +410,72 @@ def _warn_of_steps(self: GroupCollector, dropped: int):
     }
     if len(self.window) == 20:
         self._warn(holds, **total | {"rate": rate, "high": high, "low": low, "lost": lost})
+
+# %% ../nbs/method/02_collector.ipynb #67df4914
+@patch
+def _log_end(self: GroupCollector, outcome: str, trained: Rollout | None):
+    if self.config.log_format is None:
+        return
+    if outcome == "full":
+        log.info(f"Collected enough data. Taking first {len(trained)} trajectories.")
+        return
+    partial = outcome == "partial" and f"Training on a partial batch: {len(trained)} trajectories."
+    log.info(partial or f"Skipping the step: {outcome}.")
+    log.info(f"train/num_gen_batches: {self.tally['batches']}")
+    log.info(f"train/filter_rate: {self._counts()['rate']:.3f}")
+
+# %% ../nbs/method/02_collector.ipynb #266f27ec
+@patch
+def _close(self: GroupCollector, outcome: str) -> Collected:
+    refills, trained = self.config.action == "refill", None
+    rest = concat(self.held) if self.held else None
+    if outcome in ("full", "partial") and self.num_held:
+        trained, rest = _split_groups(rest, self.train_batch_size) if refills else (rest, None)
+        age_N = self.policy_version - trained.info["policy_version"]
+        trained = trained.replace(info=trained.info | {"age": age_N})
+        fewer = trained.num_groups < self.train_batch_size and self.config.action != "mask"
+        outcome = "partial" if fewer else "full"
+    elif outcome != "end":
+        outcome = "skipped"
+    surplus = rest.num_groups if refills and rest is not None else 0
+    if surplus and self.config.surplus == "carry":
+        self.carried = [rest]
+    carried = surplus if self.carried else 0
+    metrics = self._metrics(trained, surplus, carried)
+    self._warn_of_steps(dropped=surplus - carried)
+    self._log_end(outcome, trained)
+    if trained is not None:
+        self.unrewarded = []  # the update makes them samples of an older policy
+        self.policy_version += 1
+    self.status, self.held, self.num_held = "closed", [], 0
+    return Collected(trained, outcome, metrics)
+
+# %% ../nbs/method/02_collector.ipynb #404c4671
+@patch
+def take(self: GroupCollector) -> Collected:
+    "Close the step: a full batch, or what `on_cap` asks for."
+    if self.status == "full":
+        return self._close("full")
+    if self.status != "cap":
+        raise ValueError(
+            f"The step is {self.status}, with {self.num_held} of {self.train_batch_size} groups: "
+            "add generation batches until it is full."
+        )
+    numbers = self._counts() | {"n": self.tally["batches"], "why": _likely_cause(self.reasons)[1]}
+    numbers |= {"held": self.num_held, "needed": self.train_batch_size}
+    if self.config.on_cap == "raise":
+        raise FilterCapError(_WARNINGS["cap"].format(**numbers))
+    self._warn({"cap": True}, **numbers)
+    return self._close("partial" if self.config.on_cap == "train_partial" else "skipped")
+
+# %% ../nbs/method/02_collector.ipynb #3c2f97aa
+@patch
+def _end_of_data(self: GroupCollector) -> Collected:
+    "A partial batch is trained on or dropped, and counted."
+    train = self.config.on_end == "train_partial" and self.num_held
+    lost = self.num_held and not train and self.config.surplus == "drop"
+    self._warn({"end": lost}, held=self.num_held, needed=self.train_batch_size)
+    return self._close("partial" if train else "end")
 
 # %% ../nbs/method/02_collector.ipynb #a288468c
 _PLAIN = "status num_held gen_steps policy_version filter_rate window warnings".split()
