@@ -154,27 +154,6 @@ def test_every_selector_is_here():
     assert {s for selectors, *_ in RUNS.values() for s in selectors} == built_in
 
 
-def seen_by(selector):
-    "Where an estimator with rho=0 has evidence; with reference models, where it is more than the interpolation."
-    est = selector.estimator
-    evidence = est.solved_N + est.unsolved_N
-    return evidence > 1e-9 if est.weaker is None else evidence > evidence.min() + 1e-9
-
-
-def test_dropped_groups_teach_the_selector():
-    run = Run("softmax_q")
-    while run.steps < 8:
-        run.event()
-    drawn = {t for kind, tasks in run.stream if kind == "read" for t in tasks}
-    trained = {t for kind, tasks in run.stream if kind == "step" for t in tasks}
-    for name, selector in list(zip(run.scheduler.ids, run.scheduler.selectors))[1:]:
-        known = set(np.flatnonzero(seen_by(selector)).tolist())
-        assert known == {i for t, i in drawn if t == name}
-    assert trained < drawn
-    samples = sum(len(tasks) for kind, tasks in run.stream if kind == "read")
-    assert run.scheduler.cursor == samples
-
-
 # The recipe --------------------------------------------------------------------------------------
 
 RECIPE = "recipes/curriculum.yaml"

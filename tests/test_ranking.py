@@ -73,21 +73,6 @@ def test_spans_are_disjoint_and_ordered(text, cuts):
     assert parsed.item_of_token_S.max(initial=-1) < 3
 
 
-@FAST
-@given(answer, st.lists(st.integers(0, 500), max_size=25))
-def test_every_character_of_an_item_belongs_to_an_item(text, cuts):
-    pieces = cut(text, cuts)
-    parsed = _parse_list(pieces, 50, prose=False)
-    for piece, item in zip(pieces, parsed.item_of_token_S):
-        if any(c.isalnum() for c in piece):
-            assert item >= 0
-    single = _parse_list(list(text), 50, prose=False)  # a token per character
-    for rank, item in enumerate(single.items):
-        own = "".join(c for c, i in zip(text, single.item_of_token_S) if i == rank)
-        read = _read_item(own.strip().splitlines()[0])
-        assert (read or (own.strip().splitlines()[0].strip(), None)) == (item.title, item.year)
-
-
 def byte_level_tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

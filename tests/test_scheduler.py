@@ -127,24 +127,6 @@ def test_every_epoch_serves_each_taskset_exactly(sizes, batches, seed):
     assert len(per) == sum(sizes) and {*per.values()} == {epochs}  # each task once per epoch
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    st.lists(st.integers(1, 50), min_size=2, max_size=6),
-    st.sampled_from(["size", "weights", "stages"]),
-)
-def test_places_do_not_depend_on_the_batch_sizes(cuts, kind):
-    options = {
-        "size": "size",
-        "weights": {"kind": "weights", "weights": [1, 2, 0.5]},
-        "stages": {"kind": "stages", "stages": [{"samples": 13, "weights": [1, 0, 0]}, {"samples": 20, "weights": [1, 1, 0]}, {"weights": [0, 1, 2]}]},
-    }  # fmt: skip
-    data = [Table(5), Table(7), Table(3)]
-    s = TasksetScheduler(data, 1, seed=5, shares=options[kind], total_epochs=None)
-    ids = s.shares.ids(0, sum(cuts))
-    parts = [s.shares.ids(sum(cuts[:i]), c) for i, c in enumerate(cuts)]
-    assert (np.concatenate(parts) == ids).all()
-
-
 @pytest.mark.parametrize(
     "policy", [UcbShares([5, 5, 5], 1, 0.5), SoftmaxQShares([5, 5, 5], 1, 0.5)]
 )

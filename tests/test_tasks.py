@@ -2,7 +2,6 @@
 
 import copy
 import json
-import multiprocessing
 import pickle
 import tracemalloc
 
@@ -184,17 +183,3 @@ def test_a_function_makes_prompts_and_a_generator_s_mistakes_are_told():
     ):
         with pytest.raises(ValueError, match=message):
             Taskset.load(f"gym:{dataset}", **config)
-
-
-def read_prompt(job):
-    t, i = job
-    return t[i].prompt
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_worker_processes(write, method):
-    t = Taskset.load(write(TEXT))
-    gym = Taskset.load("gym:chain_sum", size=4, seed=1)
-    jobs = [(x, i) for x in (t, gym) for i in range(3)]
-    with multiprocessing.get_context(method).Pool(1) as pool:
-        assert pool.map(read_prompt, jobs) == [read_prompt(j) for j in jobs]
