@@ -35,6 +35,7 @@ from grpo_nb.config import (
     Positive,
     Share,
     check_number,
+    check_options,
     config_tree,
     configuration,
     given_keys,
@@ -435,7 +436,9 @@ def __init__(
     | None = None,  # for KL terms; default: a frozen copy of the policy, if needed
     callbacks: Sequence = (),  # functions f(trainer, row), or objects, see `callbacks`
     opened: Sequence[str] = (),  # of these, what the configuration itself has named
+    **unknown,  # refused
 ):
+    check_options(GRPO, unknown)
     join_processes()
     self.config = c = _make_config(config, self.config_class)
     self.callbacks = check_callbacks(callbacks)

@@ -9,7 +9,6 @@ __all__ = ['TokenPolicy', 'as_policy']
 import copy as copy_module
 import importlib
 import contextlib
-import inspect
 import os
 import warnings
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..config import check_number, one_of
+from ..config import check_number, check_options, one_of
 from ..core import Groups, Rollout, check_finite, pad_to, seeded
 from .decoding import FLOOR, Network, draw, head_logp, _left_padded, shape_logits
 from grpo_nb.policies.loading import (
@@ -69,7 +68,7 @@ class TokenPolicy:
         | None = None,  # FSDP2 over the processes; None: if `accelerate launch` asks for it
         **unknown,  # refused
     ):
-        _check_options(unknown)
+        check_options(TokenPolicy, unknown)
         if not temperature > 0:
             raise ValueError(
                 f"temperature must be > 0 (greedy decoding is sample(..., greedy=True)), got {temperature}."
@@ -130,14 +129,6 @@ class TokenPolicy:
         return self.max_new_tokens if self.engine is None else None
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #d1eca90c
-def _check_options(options: Mapping):
-    "Refuse what is no option of a token policy."
-    parameters = inspect.signature(TokenPolicy).parameters.values()
-    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    for name in options:
-        one_of("option of TokenPolicy", name, known)
-
-
 def _stop_ids(stop: int | str | list | None, tokenizer) -> list[int]:
     "Token ids of stops that are ids or texts."
     found = []
@@ -215,7 +206,7 @@ def from_pretrained(
     **kwargs,  # further arguments of TokenPolicy
 ) -> TokenPolicy:
     "Load model and tokenizer, see `load_model`."
-    _check_options(kwargs)
+    check_options(TokenPolicy, kwargs)
     _asks_for_shards(*(kwargs.get(k) for k in ("shard", "engine", "lora")))
     engine = _open_engine(kwargs.pop("engine", None))  # a server that is not there is told first
     policy = cls(*load_model(source, dtype, device), engine=engine, **kwargs)
