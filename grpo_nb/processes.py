@@ -20,8 +20,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-
 # %% ../nbs/ground/00_processes.ipynb #8f097fed
 def place() -> tuple[int, int]:
     "Rank of this process, and how many work together: (0, 1) for one that works alone."
@@ -96,7 +94,9 @@ def of_first(f: Callable[[], Any]) -> Any:
     return gather_results(lambda: f() if place()[0] == 0 else None)[0]
 
 # %% ../nbs/ground/00_processes.ipynb #bbd3a285
-def add_up(tensors: list[torch.Tensor]):
+def add_up(
+    tensors: list,
+):
     "Sum over the processes, in place."
     if place()[1] == 1:
         return
@@ -107,7 +107,9 @@ def add_up(tensors: list[torch.Tensor]):
             work.wait()
 
 
-def copy_first(tensors: list[torch.Tensor]):
+def copy_first(
+    tensors: list,
+):
     "Give every process the values of the first, in place."
     if place()[1] == 1:
         return
@@ -127,7 +129,7 @@ def whole(x: Any) -> Any:
     return x.full_tensor().cpu() if hasattr(x, "full_tensor") else x
 
 
-def _sharded_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _sharded_like(x: Any, like: Any) -> Any:
     "A whole tensor cut as `like` is, if that is sharded and of its shape."
     if not hasattr(like, "full_tensor") or getattr(x, "shape", None) != like.shape:
         return x
@@ -154,6 +156,7 @@ def as_held(
 # %% ../nbs/ground/00_processes.ipynb #bd0d5403
 def join_processes() -> None:
     "Work together with the processes that a launcher has started beside this one; a process alone stays alone."
+    import torch
     import torch.distributed as dist
 
     if int(os.environ.get("WORLD_SIZE") or 1) < 2:
