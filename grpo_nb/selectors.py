@@ -229,6 +229,11 @@ def make_selector(
         kind = SELECTORS[name]
     if not isinstance(kind, type):
         kind = type(name, (BaseSelector,), {"pick": kind})
+    if kind.update is not BaseSelector.update and kind.state_dict is BaseSelector.state_dict:
+        raise ValueError(
+            f"The selector {name!r} learns in update(): give it state_dict and load_state_dict too, or a resumed run "
+            "chooses other tasks."
+        )
     return kind(data_source, config)
 
 # %% ../nbs/method/02_selectors.ipynb #69bfc4a5

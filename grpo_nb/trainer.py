@@ -59,7 +59,7 @@ from .update import UpdateConfig, UpdateReport, rollout_logp, update
 
 # %% ../nbs/method/04_trainer.ipynb #ae43e5c6
 class GRPO:
-    "Group Relative Policy Optimization (DeepSeekMath, 2402.03300) of a policy on tasks with rewards."
+    "Group Relative Policy Optimization (DeepSeekMath, 2402.03300; by default with DAPO's mean over tokens and no KL)."
 
     companions: list = []  # see `accompany`
 

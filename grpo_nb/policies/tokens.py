@@ -201,6 +201,7 @@ def load_state_dict(self: TokenPolicy, state: dict[str, Tensor]):
 def from_pretrained(
     cls: TokenPolicy,
     source: str | Path,  # a folder, a hub name, a *.gguf file, or "gguf:PACKAGE"
+    *,
     dtype: str | torch.dtype = torch.float32,  # precision of the weights
     device: str = "auto",  # where the model lives: cuda, mps or cpu, the first there is
     **kwargs,  # further arguments of TokenPolicy
