@@ -200,7 +200,7 @@ def dr_grpo(rewards, group_N, weights=None, **batch) -> Tensor:
     r = grouped_rewards(rewards, group_N, weights, **batch)
     return r.result(r.centre(r.total_NK))
 
-# %% ../nbs/method/01_advantages.ipynb #711a1d09
+
 @ADVANTAGES.register("grpo_batch")
 def grpo_batch(rewards, group_N, weights=None, *, eps=1e-4, ddof=1, **batch) -> Tensor:
     "Reward minus the group's mean, over the deviation of all raw rewards of the batch."
@@ -425,7 +425,7 @@ def opo(rewards, group_N, weights=None, *, lengths_N=None, **batch) -> Tensor:
     mean_NK = r.groups.expand(sum_P / tokens_P.clamp(min=1))
     return r.result(torch.where(r.count(r.total_NK) == 1, d_NK, d_NK - mean_NK))
 
-# %% ../nbs/method/01_advantages.ipynb #cdf5bf8e
+
 @ADVANTAGES.register("gpg")
 def gpg(rewards, group_N, weights=None, **batch) -> Tensor:
     "Reward minus the group's mean, times (valid samples / samples whose reward is not 0)."

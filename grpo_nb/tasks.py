@@ -472,7 +472,7 @@ def load(
     rows, default = _rows_of(source)
     return cls(rows, name=name or default, **options)
 
-# %% ../nbs/method/01_tasks.ipynb #f11a5c48
+
 @patch(cls_method=True)
 def from_reasoning_gym(cls: Taskset, dataset: str, **options) -> Taskset:
     "Problems of a reasoning-gym data set, made on demand: `load` of gym:NAME."

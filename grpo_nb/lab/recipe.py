@@ -92,7 +92,7 @@ class TasksConfig(StreamConfig):
     tasksets: list | None = None  # several tasksets instead of `train`: {name, path, selector, ...}
     shares: Any = "size"  # how they are mixed, see `TasksetScheduler`
 
-# %% ../../nbs/lab/03_recipe.ipynb #ea1dee22
+
 @configuration
 class RewardsConfig(RunnerConfig):
     "Named rewards of the registry with their options, and how they are run."

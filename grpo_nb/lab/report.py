@@ -358,7 +358,7 @@ def _html(frame) -> str:
     frame = frame.rename(columns=lambda c: c.replace("_", " "))
     return frame.to_html(index=False, border=0, na_rep="", float_format="{:.4g}".format)
 
-# %% ../../nbs/lab/05_report.ipynb #6d79c48a
+
 def _yaml(tree) -> str:
     "Plain data for the page."
     import yaml

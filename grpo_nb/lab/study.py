@@ -167,7 +167,7 @@ def _frame(runs: Sequence[Mapping], tuned: Iterable[str]):
         rows.append(row | {k: r[k] for k in ("cpu_seconds",) if k in r})  # older stores have none
     return pd.DataFrame(rows)
 
-# %% ../../nbs/lab/04_study.ipynb #de808b68
+
 @patch
 def frame(self: Study):
     "One row per reported run, as a DataFrame."

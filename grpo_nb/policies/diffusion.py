@@ -383,7 +383,7 @@ def _means(self: DiffusionPolicy, b: SimpleNamespace) -> Tensor:
     "Means of noisy steps under the present weights."
     return self.sampler.step(b.x, self._denoise(b.x, b.step, b.condition, b.frames), b.step)[0]
 
-# %% ../../nbs/method/03_policies.diffusion.ipynb #2c27b0b0
+
 @patch
 def _shaped(self: DiffusionPolicy, value_B: Tensor, r: Rollout) -> Tensor:
     "Values per step as (N, S), or summed over the steps of a trajectory; 0 outside the mask."
