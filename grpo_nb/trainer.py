@@ -66,12 +66,9 @@ class GRPO:
     @tells_errors
     def step(
         self,
-        batch: list
-        | Rollout
-        | None = None,  # tasks, samples with rewards, or None: the next tasks of the stream
+        batch: list | Rollout | None = None,  # tasks, or samples with rewards; None: the stream's
         num_epochs: int | None = None,  # instead of update.num_epochs
-        kl_threshold: float
-        | None = None,  # KL(old || new) above which the epochs end, instead of update.kl_stop
+        kl_threshold: float | None = None,  # KL(old || new), instead of update.kl_stop
         record: bool = True,  # tell the callbacks now; `fit` evaluates first
     ) -> dict[str, float]:  # the row of metrics
         "One training step."

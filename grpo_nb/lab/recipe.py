@@ -164,10 +164,12 @@ def _locate(
 
 def load_config(
     recipe: str | Path | None = None,  # YAML file; None: the defaults
-    overrides: Sequence[str] = (),  # "key.sub=value"
+    overrides: Sequence[str] | Mapping = (),  # ["key.sub=value"], or {"key.sub": value}
     resolvers: bool = False,  # let the file ask for things outside it, such as ${oc.env:HOME}
 ) -> GRPOConfig:
     "Configuration from a recipe and overrides."
+    if isinstance(overrides, Mapping):
+        return override(load_config(recipe, resolvers=resolvers), overrides)
     tree = read_tree(recipe, overrides, resolvers)
     tree.pop("compare", None)  # the block of `grpo-nb compare`
     if "buffer" in tree:
@@ -189,7 +191,7 @@ def read_tree(
 
     for o in overrides:
         if "=" not in o:
-            raise ValueError(f"An override is written key.sub=value, got {o!r}.")
+            raise ValueError(f"Overrides are a list of key.sub=value, got {o!r} in {overrides!r}.")
     named = isinstance(recipe, (str, Path))  # else a stream, which holds what was read
     try:
         source = _locate(str(recipe)) if named else recipe
