@@ -189,7 +189,7 @@ def write(self: Appender, rows: Iterable[Mapping] = ()) -> None:
 class RunLocked(RuntimeError):
     "The directory has a living writer already."
 
-# %% ../nbs/ground/00_files.ipynb #de9bc71a
+
 class Lock(filelock.FileLock):
     "A lock file that names the process that holds it; any thread of it, but no forked child, can give it back."
 
