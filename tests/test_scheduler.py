@@ -245,9 +245,7 @@ def test_features_are_joined_by_prompt(tmp_path):
 @pytest.mark.parametrize(
     "call,match",
     [
-        (lambda: TasksetScheduler([], 1), "at least one taskset"),
         (lambda: TasksetScheduler([Table(1)], 0), "batch_size must be"),
-        (lambda: TasksetScheduler([Table(1)], 1, ["shuffle", "random"]), "2 selectors for 1"),
         (lambda: _make_shares({"kind": "ucb", "windw": 1}, ["a"], [5], None), "'window'"),
         (lambda: Shares([5, 7], stages=[{"weights": [0, 0]}]), "not all zero"),
         (lambda: Shares([5, 7], stages=[]), "at least one stage"),
