@@ -40,11 +40,9 @@ from .trainer import GRPO
 def _score_table(columns: Mapping[str, Scores]) -> str:
     "Held-out scores with their intervals, as a table for a terminal."
     last = list(columns.values())[-1]
-    lines = [f"{'held-out accuracy':<18}" + "".join(f" {name:>24}" for name in columns)]
-    for name in last.values:
-        spans = (s.values[name] for s in columns.values())
-        shown = (f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in spans)
-        lines.append(f"{name:<18}" + "".join(f" {text:>24}" for text in shown))
+    span, rows = "{:.3f} [{:.3f}, {:.3f}]".format, {"held-out accuracy": columns}
+    rows |= {name: [span(*s.values[name]) for s in columns.values()] for name in last.values}
+    lines = [f"{k:<18}" + "".join(f" {text:>24}" for text in row) for k, row in rows.items()]
     said = f"({last.n_tasks} unseen tasks; sampled: {last.n_samples} samples each; 95 % bootstrap intervals over tasks)"
     return "\n".join([*lines, said])
 
@@ -268,12 +266,9 @@ def _what_if(
     run: str | Path,  # a run of ours, TRL's completions, or verl's rollout dump
     advantage: str = "grpo,gdpo",  # estimators
     filter_groups: str | None = None,  # component that must vary
-    plot: str | Path | None = None,  # picture to write
 ) -> str:
     "The tables of `what_if` as text."
     found = what_if(run, advantage.split(","), filter_groups)
-    if plot is not None:
-        found.plot().savefig(plot, dpi=100)
     tables = (t.to_string(float_format="{:.3f}".format) for t in (found.table(), found.filtering()))
     said = "These are the samples this run drew: with another estimator or filter the policy would have gone elsewhere."
     return "\n\n".join([*tables, said])
@@ -322,7 +317,6 @@ def _make_parser() -> _Parser:
     s.add_argument("run", help="a run, TRL's completions folder, or verl's rollout dump")
     s.add_argument("--advantage", default="grpo,gdpo", help="estimators, with commas")
     s.add_argument("--filter", help="reward component that must vary")
-    s.add_argument("--plot", help="picture to write")
     s = sub.add_parser("parse-log", help="sum up the filter-group lines of a log")
     s.add_argument("log", help="text file")
     return p
@@ -362,7 +356,7 @@ def _run_command(a: argparse.Namespace) -> int:
     elif a.command == "eval":
         say(_evaluate(a.checkpoint, a.tasks, a.overrides))
     elif a.command == "what-if":
-        print(_what_if(a.run, a.advantage, a.filter, a.plot))
+        print(_what_if(a.run, a.advantage, a.filter))
     elif a.command == "parse-log":
         summary = parse_filter_logs(Path(a.log))[1]
         if summary["message"]:

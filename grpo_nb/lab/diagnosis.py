@@ -356,9 +356,6 @@ def _no_progress(frame, t: Thresholds) -> _Finding:
     return _Finding("WARN" if flat and share < t.dead[0] else "OK", said, why, say)
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #157937c0
-_PAGE = "https://grpo-nb.github.io/grpo_nb/lab/diagnosis.html"  # of the docs site
-
-
 def diagnose(
     run,  # Run, run directory, or a frame of any trainer's metrics
     thresholds: Thresholds | None = None,  # None = defaults, with the KL limit of the run
@@ -374,7 +371,8 @@ def diagnose(
             finding = rule(frame, thresholds)
         except MissingMetric as e:
             finding = _Finding("SKIPPED", str(e))
-        link = f"{_PAGE}#{name.lower().replace(' ', '-')}"
+        place = f"lab/diagnosis.html#{name.lower().replace(' ', '-')}"
+        link = f"https://grpo-nb.github.io/grpo_nb/{place}"
         rows.append({"rule": name, **asdict(finding), "explained": link})
     out = pd.DataFrame(rows)
     out.loc[out["verdict"] == "OK", "prescription"] = ""

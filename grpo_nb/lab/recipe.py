@@ -521,7 +521,7 @@ def _read_checkpoint(
     inside = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     folder = root if (root / MANIFEST).exists() else latest(inside)
     if folder is None:
-        raise ValueError(f"No whole checkpoint in {str(path)!r}.")
+        raise ValueError(f"No whole checkpoint in {str(path)!r}: name the folder of a run.")
     told, now = _check_seal(folder)["versions"], versions()
     if odd := [f"{k} {v} -> {now.get(k)}" for k, v in told.items() if now.get(k) != v]:
         warnings.warn(
