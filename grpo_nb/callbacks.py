@@ -35,11 +35,11 @@ def method_at(
         return callback
     return method
 
-# %% ../nbs/method/02_callbacks.ipynb #c952ff15
+# %% ../nbs/method/02_callbacks.ipynb #7cd7160c
 class Paused(Exception):
     "Somebody asked to stop between two generation batches; the collector keeps what it has."
 
-
+# %% ../nbs/method/02_callbacks.ipynb #62d4c71d
 class EndOfTasks(Exception):
     "The stream of tasks has come to its end."
 
@@ -48,7 +48,7 @@ class EndOfTasks(Exception):
         over = f", {left} left over, too few for a batch," if left else ""
         super().__init__(f"The tasks have come to their end{over}")
 
-
+# %% ../nbs/method/02_callbacks.ipynb #3b44758a
 def tells_errors(f):
     "What breaks a step off is told to the callbacks; a pause and the end of the tasks break nothing."
 

@@ -123,7 +123,7 @@ def check_number(
     except ValueError as e:
         raise ValueError(f"{name} {e}, got {value!r}.") from None
 
-# %% ../nbs/ground/00_config.ipynb #5cc508e0
+# %% ../nbs/ground/00_config.ipynb #92d80c31
 _PLAIN_TYPES = {
     bool: pydantic.StrictBool,
     int: number_in(whole=True),
@@ -139,7 +139,7 @@ def _strict(hint):
         return typing.Union[tuple(_strict(a) for a in typing.get_args(hint))]  # noqa: UP007
     return hint
 
-
+# %% ../nbs/ground/00_config.ipynb #b1e54011
 def configuration(
     cls: type,  # written like a dataclass, with the field types above
 ) -> type:
@@ -177,7 +177,7 @@ def configuration(
     cls.__setattr__ = checked_set
     return cls
 
-# %% ../nbs/ground/00_config.ipynb #4c625263
+# %% ../nbs/ground/00_config.ipynb #93e15e7e
 def given_keys(
     config: Any,  # a configuration
 ) -> list[str]:  # dotted
@@ -188,7 +188,7 @@ def given_keys(
             found += [f"{f.name}.{k}" for k in given_keys(part)]
     return found
 
-
+# %% ../nbs/ground/00_config.ipynb #09e7301b
 def _leaf_keys(values: Mapping) -> list[str]:
     "Dotted keys of nested values; a configuration among them counts with the keys set in it."
     found = []
@@ -199,7 +199,7 @@ def _leaf_keys(values: Mapping) -> list[str]:
         found += [f"{name}.{k}".rstrip(".") for k in inner]
     return found
 
-
+# %% ../nbs/ground/00_config.ipynb #4572f099
 def _mark_given(config: Any, keys: Iterable[str]) -> None:
     "Remember these keys, and no others."
     own, parts = {}, {}
@@ -212,7 +212,7 @@ def _mark_given(config: Any, keys: Iterable[str]) -> None:
         if dataclasses.is_dataclass(part := getattr(config, f.name)):
             _mark_given(part, filter(None, parts.get(f.name, ())))
 
-# %% ../nbs/ground/00_config.ipynb #ce20d7ff
+# %% ../nbs/ground/00_config.ipynb #d2fb1f5a
 def _one_line(error: pydantic.ValidationError, cls: type) -> str:
     "The first mistake that pydantic found, with its full key and what is needed."
     found = error.errors(include_url=False)[0]
@@ -238,7 +238,7 @@ def _one_line(error: pydantic.ValidationError, cls: type) -> str:
         return f"{key or 'The configuration'} needs a mapping{such}, got {value!r}."
     return f"{key} must be {accepts(hint)}, got {value!r}."
 
-
+# %% ../nbs/ground/00_config.ipynb #9aa2a510
 def _keys(cls: type, above: str = "") -> dict[str, str]:
     "The last name of every key, and the whole key; the one nearest to the top where several have it."
     found = {f.name: above + f.name for f in dataclasses.fields(cls)}
@@ -247,7 +247,7 @@ def _keys(cls: type, above: str = "") -> dict[str, str]:
             found = _keys(section, f"{above}{name}.") | found
     return found
 
-
+# %% ../nbs/ground/00_config.ipynb #1cc75008
 def _unknown_key(key: str, owner: type, root: type) -> str:
     "The message for an unknown key: our key (`elsewhere` of the class, set by who knows), else the nearest one."
     name, names = key.rpartition(".")[2], [f.name for f in dataclasses.fields(owner)]
@@ -260,7 +260,7 @@ def _unknown_key(key: str, owner: type, root: type) -> str:
         return f"{kind} Did you mean {everywhere[near[0]]!r}?"
     return kind + unknown_name("", name, names).removeprefix(f"Unknown  {name!r}.")
 
-
+# %% ../nbs/ground/00_config.ipynb #660642b3
 def _place(cls: type, loc: Sequence) -> tuple[str, type, Any]:
     "Full key, owning dataclass and field type of the place that pydantic names."
     key, owner, hint = "", cls, cls
@@ -278,7 +278,7 @@ def _place(cls: type, loc: Sequence) -> tuple[str, type, Any]:
             hint = typing.get_args(next(iter(_flat(hint))))[-1]
     return key, owner, hint
 
-
+# %% ../nbs/ground/00_config.ipynb #453ce40f
 def _flat(hint) -> list:
     "The alternatives of a field type, without None."
     if typing.get_origin(hint) is Annotated:
@@ -287,7 +287,7 @@ def _flat(hint) -> list:
         return [h for a in typing.get_args(hint) if a is not type(None) for h in _flat(a)]
     return [hint]
 
-
+# %% ../nbs/ground/00_config.ipynb #a0b317d8
 def accepts(hint: Any) -> str:
     "A field type in words."
     args = typing.get_args(hint)
@@ -330,7 +330,7 @@ def config_tree(
     "The configuration as a plain tree."
     return dataclasses.asdict(config)
 
-# %% ../nbs/ground/00_config.ipynb #b2945665
+# %% ../nbs/ground/00_config.ipynb #0ae088c3
 def override(
     config: Any,  # a configuration
     overrides: Sequence[str] | Mapping[str, Any],  # ["key.sub=value"], or {"key.sub": value}
@@ -351,7 +351,7 @@ def override(
     _mark_given(changed, [*given, *_leaf_keys(overrides)])
     return changed
 
-
+# %% ../nbs/ground/00_config.ipynb #63f1bdc5
 def _with_key(tree: Any, path: Sequence[str], value: Any) -> Any:
     "A copy of the tree with one value set; a number is a place in a list."
     if not path:

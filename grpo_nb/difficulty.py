@@ -90,7 +90,7 @@ class EstimatorConfig:
     adaptive_rho: bool = False  # halve rho whenever the interpolation is off by .25 or more
     interpolation_range: tuple[float, float] | None = (-1.0, 2.0)  # its limits; None: unlimited
 
-# %% ../nbs/method/01_difficulty.ipynb #f7cd1608
+# %% ../nbs/method/01_difficulty.ipynb #57c16802
 _COUNTERS = ("updates", "ignored_nan", "skipped_interpolation", "clamped_interpolation")
 
 
@@ -118,7 +118,7 @@ class PassRateEstimator:
         self.interpolation = None  # nothing known yet
         self.count = dict.fromkeys(_COUNTERS, 0)
 
-
+# %% ../nbs/method/01_difficulty.ipynb #7e2adf62
 def _check_rates(column: np.ndarray) -> None:
     low, high = np.min(column), np.max(column)
     if not (low >= 0 and high <= 1):

@@ -30,7 +30,7 @@ def _normalise_title(title: str) -> str:
     "The form in which titles are compared: NFKC, casefolded, single spaces, no quotes or emphasis around."
     return " ".join(unicodedata.normalize("NFKC", title).casefold().split()).strip(_EDGE)
 
-# %% ../nbs/method/01_list_parsing.ipynb #2584a462
+# %% ../nbs/method/01_list_parsing.ipynb #637e11df
 _ENTRY = re.compile(r"^\s*(?P<title>.*\S)\s*\((?P<year>\d{4})\)\s*$", re.S)
 
 
@@ -52,7 +52,7 @@ def film_key(
         raise ValueError(f"The year of a film is a whole number or None, got {year!r}.")
     return _normalise_title(title), int(year)
 
-
+# %% ../nbs/method/01_list_parsing.ipynb #9f7274b5
 def _missing(value: Any) -> bool:
     "None, or the NaN by which tables say it."
     return value is None or isinstance(value, float) and math.isnan(value)
@@ -272,7 +272,7 @@ def _token_spans(touched_S, owner: list[int], n: int) -> tuple[np.ndarray, list[
     own = [np.flatnonzero(item_S == x).tolist() for x in range(n)]
     return item_S, [(o[0], o[-1] + 1) if o else (b, b) for o, b in zip(own, begin)]
 
-# %% ../nbs/method/01_list_parsing.ipynb #c3821624
+# %% ../nbs/method/01_list_parsing.ipynb #8d34614a
 _parse_recent = lru_cache(4096)(_parse_list)
 
 
@@ -305,7 +305,7 @@ class ListParser:
         text, seen = _readable(answer), tuple(map(film_key, _as_list(seen)))
         return _parse_recent(text, self.num_ranks, self.catalogue, seen, self.prose)
 
-
+# %% ../nbs/method/01_list_parsing.ipynb #b1054808
 def _readable(answer: Any) -> str | tuple[str | None, ...]:
     "What is parsed: the text, or the text of each token; of chat turns the last one."
     if isinstance(answer, (list, tuple)) and answer and isinstance(answer[-1], Mapping):
@@ -377,7 +377,7 @@ def _task_column(
     values = [next((x for x in row if not _missing(x)), None) for row in rows]
     return [absent if x is None else _as_list(x) for x in values]
 
-# %% ../nbs/method/01_list_parsing.ipynb #56cb80d0
+# %% ../nbs/method/01_list_parsing.ipynb #6c1daf1c
 def with_lists(
     rollout: Rollout,  # of a token policy: token ids in states["completion_ids"]
     tokenizer,  # the policy's
@@ -389,12 +389,12 @@ def with_lists(
     states = rollout.states | {"item": _stack_lists(lists, rollout.mask_NS.shape[1]).item_NS}
     return rollout.replace(outputs=["".join(p for p in row if p) for row in pieces], states=states)
 
-
+# %% ../nbs/method/01_list_parsing.ipynb #2233b849
 def _seen_films(rollout: Rollout) -> list:
     columns = {c: [t.get(c) for t in rollout.tasks] for c in COLUMNS["seen"]}
     return _task_column(columns, "seen", len(rollout), required=False)
 
-
+# %% ../nbs/method/01_list_parsing.ipynb #8988934a
 def _rollout_pieces(rollout: Rollout, tokenizer) -> list[tuple[str | None, ...]]:
     "The text of each token; the one that ended an answer has none."
     ids_NS, full_N = rollout.states["completion_ids"].tolist(), rollout.lengths_N

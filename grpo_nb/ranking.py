@@ -271,7 +271,7 @@ def ranking_metrics(
     out["overflow"] = float(np.mean([len(x.items) > x.num_ranks for x in lists]))
     return out
 
-# %% ../nbs/method/02_ranking.ipynb #2aa83df9
+# %% ../nbs/method/02_ranking.ipynb #56343472
 def _relevance_metrics(lists, relevant) -> dict:
     "Recall and NDCG over lists that have something relevant; hits and DCG per rank."
     k = lists[0].num_ranks
@@ -287,7 +287,7 @@ def _relevance_metrics(lists, relevant) -> dict:
     dcg_NK = np.cumsum(hit_NK * d_K, 1)
     return out | {"hit_K": hit_NK.mean(0).tolist(), "dcg_K": dcg_NK.mean(0).tolist()}
 
-
+# %% ../nbs/method/02_ranking.ipynb #1725e102
 def _safety_metrics(lists, avoid, oracle) -> dict:
     "Violations among readable items; titles that the oracle does not know are counted apart."
     d_K = discounts(lists[0].num_ranks)

@@ -36,7 +36,7 @@ try:
 except ImportError:  # told when a trainer is made
     _TRLTrainer = object
 
-# %% ../../nbs/integrations/05_trl.ipynb #f4017324
+# %% ../../nbs/integrations/05_trl.ipynb #1d67e116
 def _rows(batch: Mapping[str, Any], rows: Tensor, n: int) -> dict[str, Any]:
     "Some samples of a batch of n; numbers of the whole batch are left out."
     return {
@@ -45,7 +45,7 @@ def _rows(batch: Mapping[str, Any], rows: Tensor, n: int) -> dict[str, Any]:
         if torch.is_tensor(v) and v.ndim and len(v) == n
     }
 
-
+# %% ../../nbs/integrations/05_trl.ipynb #4d9b49b2
 def _join(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     "Several batches as one: prompts padded on the left, completions on the right."
 
@@ -131,7 +131,7 @@ class GRPOTrainer(_TRLTrainer):
         at = self.accelerator.process_index * n
         return batch | {"advantages": values[at : at + n].to(batch["advantages"])}
 
-# %% ../../nbs/integrations/05_trl.ipynb #ce9a3a4d
+# %% ../../nbs/integrations/05_trl.ipynb #d8b1be1d
 _HOOKS = {  # method: its arguments in the version that was tried
     "_calculate_rewards": "self inputs prompts completions completion_ids_list",
     "_generate_and_score_completions": "self inputs",
@@ -152,7 +152,7 @@ def _check_hooks(trainer: type) -> None:
                 f"This TRL's GRPOTrainer.{name} takes {have}, not {arguments.split()}: use trl==1.16.0, with which this was tried."
             )
 
-
+# %% ../../nbs/integrations/05_trl.ipynb #2ebf7ee9
 def _section(kind: type, name: str, given: Mapping | None, known: Sequence[str]) -> Any:
     "A configuration of ours; keys that nothing reads inside TRL are refused."
     for key in (given or {}).keys() - {*known}:
@@ -161,7 +161,7 @@ def _section(kind: type, name: str, given: Mapping | None, known: Sequence[str])
         )
     return build_config(kind, given or {})
 
-
+# %% ../../nbs/integrations/05_trl.ipynb #d616dd7c
 @patch
 def _check_arguments(self: GRPOTrainer) -> None:
     "Refuse what cannot work together."
@@ -181,7 +181,7 @@ def _check_arguments(self: GRPOTrainer) -> None:
     if a.fp16 or self.is_deepspeed_enabled:
         raise ValueError("kl_stop leaves updates out, which fp16 and DeepSpeed do not allow.")
 
-# %% ../../nbs/integrations/05_trl.ipynb #f765dee2
+# %% ../../nbs/integrations/05_trl.ipynb #36540781
 @patch
 def _refill(self: GRPOTrainer, inputs: list[dict], batch: dict) -> dict:
     "Groups that vary, as many as the batch had, from as many generations as that takes; decided alike on all processes."
@@ -213,7 +213,7 @@ def _refill(self: GRPOTrainer, inputs: list[dict], batch: dict) -> dict:
     self._metrics["train"]["filter/num_gen_batches"].append(len(noted))
     return out | {"num_items_in_batch": items}
 
-
+# %% ../../nbs/integrations/05_trl.ipynb #1cc23674
 @patch
 def _noted(self: GRPOTrainer) -> dict[str, Any]:
     "TRL's columns of the last samples of all processes, but for their advantages."
@@ -233,7 +233,7 @@ def _metric(self: GRPOTrainer) -> Tensor:
         raise ValueError(f"filter_groups.metric: no reward {odd.pop()!r}; there are {known}.")
     return self._rewards[:, [known.index(n) for n in names]].cpu()
 
-# %% ../../nbs/integrations/05_trl.ipynb #96c94a87
+# %% ../../nbs/integrations/05_trl.ipynb #548c139f
 def _task_stream(data: Mapping[str, Any], selector: Any, seed: int) -> TasksetScheduler:
     "Tasks without end; each data set has a selector of its own, which draws from the seed of the run."
     for name, part in data.items():
@@ -246,7 +246,7 @@ def _task_stream(data: Mapping[str, Any], selector: Any, seed: int) -> TasksetSc
     selectors = [{"seed": seed_of(seed, "selector", name)} | how for name in data]
     return TasksetScheduler(data, 1, selectors, None, seed=seed, operators=["pass_rate_calculator"])
 
-
+# %% ../../nbs/integrations/05_trl.ipynb #cb948e3d
 @patch
 def _next_prompts(self: GRPOTrainer, n: int) -> list[dict]:
     "This process's n of the next rows, each as often as a group has samples."
@@ -256,7 +256,7 @@ def _next_prompts(self: GRPOTrainer, n: int) -> list[dict]:
     at = self.accelerator.process_index * n
     return rows[at : at + n]
 
-
+# %% ../../nbs/integrations/05_trl.ipynb #5923d2cd
 @patch
 def _observe(self: GRPOTrainer, rewards: Tensor) -> None:
     "Teach the selectors how all samples of a generation went."
@@ -291,14 +291,14 @@ def _load_optimizer_and_scheduler(self: GRPOTrainer, checkpoint):
     if self._run is not None:
         self._run.truncate_after(self.state.global_step)
 
-# %% ../../nbs/integrations/05_trl.ipynb #84f74461
+# %% ../../nbs/integrations/05_trl.ipynb #f5efe173
 @patch
 def _get_per_token_logps_and_entropies(self: GRPOTrainer, *args, **kwargs):
     found = super(GRPOTrainer, self)._get_per_token_logps_and_entropies(*args, **kwargs)
     self._logps = found[0].detach()
     return found
 
-
+# %% ../../nbs/integrations/05_trl.ipynb #479b9afb
 @patch
 def _compute_loss(self: GRPOTrainer, model, inputs):
     loss = super(GRPOTrainer, self)._compute_loss(model, inputs)
@@ -308,7 +308,7 @@ def _compute_loss(self: GRPOTrainer, model, inputs):
         self._drift += torch.stack([k3.sum(), mask.sum()])
     return loss
 
-
+# %% ../../nbs/integrations/05_trl.ipynb #d1b7ec60
 @patch
 def training_step(self: GRPOTrainer, model, inputs, num_items_in_batch=None):
     if self._stopped and self._step % (self.args.steps_per_generation * self.num_iterations):
@@ -319,7 +319,7 @@ def training_step(self: GRPOTrainer, model, inputs, num_items_in_batch=None):
         self._stop_or_go(model)
     return loss
 
-
+# %% ../../nbs/integrations/05_trl.ipynb #f90564e8
 @patch
 def _stop_or_go(self: GRPOTrainer, model) -> None:
     "Before an update: leave it out if the policy is too far from the one that sampled."
@@ -333,7 +333,7 @@ def _stop_or_go(self: GRPOTrainer, model) -> None:
     for name, value in (row | {"upd/stopped": float(self._stopped)}).items():
         self._metrics["train"][name].append(value)
 
-# %% ../../nbs/integrations/05_trl.ipynb #18338da1
+# %% ../../nbs/integrations/05_trl.ipynb #23ad31ce
 @patch
 def train(self: GRPOTrainer, resume_from_checkpoint=None, *args, **kwargs):
     with contextlib.ExitStack() as stack:
@@ -345,7 +345,7 @@ def train(self: GRPOTrainer, resume_from_checkpoint=None, *args, **kwargs):
             stack.callback(self._write_row)
         return super(GRPOTrainer, self).train(resume_from_checkpoint, *args, **kwargs)
 
-
+# %% ../../nbs/integrations/05_trl.ipynb #15bf4989
 @patch
 def log(self: GRPOTrainer, logs, start_time=None):
     super(GRPOTrainer, self).log(logs, start_time)
@@ -363,7 +363,7 @@ def log(self: GRPOTrainer, logs, start_time=None):
         group = [i // self.num_generations for i in range(n)]
         self._run.log_samples(step, {"group": group} | table)
 
-
+# %% ../../nbs/integrations/05_trl.ipynb #a349a2f1
 @patch
 def _write_row(self: GRPOTrainer) -> None:
     if self._row:

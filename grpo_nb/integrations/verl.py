@@ -25,7 +25,7 @@ from ..losses import _policy_term, _ratio_metrics
 from ..rewards import reward_function
 from ..verifiers import _plain_text
 
-# %% ../../nbs/integrations/05_verl.ipynb #58dd8577
+# %% ../../nbs/integrations/05_verl.ipynb #f6fa6ea6
 def _components(data: Any, keys: Sequence[str]) -> Tensor:  # (N, R)
     "The reward columns of a verl batch; ValueError where verl did not fetch them."
     columns = getattr(data, "non_tensor_batch", {})
@@ -36,7 +36,7 @@ def _components(data: Any, keys: Sequence[str]) -> Tensor:  # (N, R)
         )
     return torch.from_numpy(np.stack([np.asarray(columns[k], np.float64) for k in keys], 1))
 
-
+# %% ../../nbs/integrations/05_verl.ipynb #23881ae3
 def make_estimator(
     mode: str,  # a name in ADVANTAGES
 ) -> Callable:  # as verl calls it
@@ -68,7 +68,7 @@ def make_estimator(
     estimator.__name__ = f"grpo_nb.{mode}"
     return estimator
 
-# %% ../../nbs/integrations/05_verl.ipynb #e1430d8b
+# %% ../../nbs/integrations/05_verl.ipynb #4ba614f8
 def _loss_config(name: str, actor: Any) -> LossConfig:
     "A loss of ours with the clip of verl's actor settings."
     low, high = (
@@ -85,7 +85,7 @@ def _loss_config(name: str, actor: Any) -> LossConfig:
         aggregation="seq_mean_token_mean",  # not used: verl's own takes its place
     )
 
-
+# %% ../../nbs/integrations/05_verl.ipynb #a68654ba
 def make_loss(
     name: str,  # a name in POLICY_LOSSES
 ) -> Callable:  # as verl calls it
@@ -118,14 +118,14 @@ def make_loss(
     loss.__name__ = f"grpo_nb.{name}"
     return loss
 
-# %% ../../nbs/integrations/05_verl.ipynb #94923216
+# %% ../../nbs/integrations/05_verl.ipynb #75e65b74
 def _columns(infos: Sequence[dict], keys: Sequence[str]) -> dict[str, np.ndarray]:  # (N,) each
     "Reward columns from what a reward function returned for each sample; a key that nobody has is left out."
     there = [k for k in keys if any(k in info for info in infos)]
     value = lambda x: np.nan if x is None else float(x)
     return {k: np.array([value(info.get(k)) for info in infos]) for k in there}
 
-
+# %% ../../nbs/integrations/05_verl.ipynb #898d1f6d
 def register_trainer() -> None:
     "Register `grpo_nb`: verl's synchronous trainer with the reward components of `gdpo_reward_keys`."
     import transfer_queue

@@ -114,7 +114,7 @@ def show_table(
     "A whole DataFrame to scroll, long text and all."
     return Shown(_table(frame, caption, height), frame.to_string())
 
-# %% ../../nbs/lab/03_display.ipynb #a033587b
+# %% ../../nbs/lab/03_display.ipynb #4e654d90
 def _samples(rollout: Rollout, advantages: Tensor | None = None):
     "A DataFrame of samples; advantages are those of plain GRPO unless given."
     import pandas as pd
@@ -128,7 +128,7 @@ def _samples(rollout: Rollout, advantages: Tensor | None = None):
         advantages = advantages.mean(1) if advantages.ndim == 2 else advantages
     return pd.DataFrame(sample_table(rollout, advantages))
 
-
+# %% ../../nbs/lab/03_display.ipynb #88e23ca1
 @patch
 def samples(
     self: GRPO,
@@ -183,20 +183,20 @@ def browse(
     most = frame.groupby("step")["group"].nunique().max()
     interact(look, step=sorted(set(frame["step"])), group=(1, int(most)))
 
-# %% ../../nbs/lab/03_display.ipynb #4b2c3578
+# %% ../../nbs/lab/03_display.ipynb #e128250e
 def _facts(about: Mapping, caption: str) -> str:
     import pandas as pd
 
     return _table(pd.DataFrame({"": about.keys(), " ": map(str, about.values())}), caption)
 
-
+# %% ../../nbs/lab/03_display.ipynb #33ea9671
 @patch
 def _repr_html_(self: Run) -> str:
     last = self.frame().tail(1).filter(_Live.panels)
     numbers = {k: f"{v:.4g}" for k, (v,) in last.items()}
     return _facts(self.status | numbers | {"folder": self.dir}, f"Run {self.name}")
 
-
+# %% ../../nbs/lab/03_display.ipynb #f71c1445
 @patch
 def _repr_html_(self: GRPO) -> str:
     c, row = self.config, self.history[-1] if self.history else {}
@@ -211,13 +211,13 @@ def _repr_html_(self: GRPO) -> str:
         about["record"] = self.run.dir
     return _facts(about, f"GRPO, step {self.step_done} of {c.steps}")
 
-# %% ../../nbs/lab/03_display.ipynb #a2bf0c65
+# %% ../../nbs/lab/03_display.ipynb #62976ea2
 def _changed(config: TrainerConfig) -> dict[str, Any]:
     "The dotted keys that differ from the defaults; functions by their names."
     tree, default = (flat_keys(config_tree(x)) for x in (config, type(config)()))
     return {k: v for k, v in (tree | functions_in(config)).items() if v != default.get(k)}
 
-
+# %% ../../nbs/lab/03_display.ipynb #7f74d56d
 @patch
 def _repr_html_(self: TrainerConfig) -> str:
     import pandas as pd
@@ -231,7 +231,7 @@ def _repr_html_(self: TrainerConfig) -> str:
     table["meaning"] = [meaning.get(k) for k in keys]
     return _table(table, f"{type(self).__name__}; * differs from the default", 400)
 
-
+# %% ../../nbs/lab/03_display.ipynb #fdb726d0
 @patch
 def _repr_html_(self: Scores) -> str:
     by = f"; passed: {', '.join(self.passed)}" if self.passed else ""

@@ -59,7 +59,7 @@ def read_samples(
     frame.attrs["components"] = found
     return frame.reset_index(drop=True)
 
-# %% ../../nbs/lab/03_what_if.ipynb #3b547119
+# %% ../../nbs/lab/03_what_if.ipynb #a4c8ea75
 def _read_files(source: Any):
     "The rows of a run, of parquet files or of JSONL files, in the order of their steps."
     import pandas as pd
@@ -81,7 +81,7 @@ def _read_files(source: Any):
     ]
     return pd.concat(tables, ignore_index=True).sort_values("step", kind="stable")
 
-
+# %% ../../nbs/lab/03_what_if.ipynb #212b32e8
 def _components(frame) -> list[str]:
     "Numeric columns that are rewards; verl's `score` is one of them only if it is not their sum."
     rewards = [k for k in frame if k not in _NOT_REWARDS and _numeric(frame[k])]
@@ -91,7 +91,7 @@ def _components(frame) -> list[str]:
     explained = parts and np.allclose(frame[parts].sum(axis=1), frame["score"], atol=1e-6)
     return parts if explained else ["score"]
 
-
+# %% ../../nbs/lab/03_what_if.ipynb #a97cf9ea
 def _numeric(values) -> bool:
     known = values.dropna()  # a reward that was None for every sample is a column of objects
     return all(isinstance(v, (bool, int, float, np.number)) for v in known[:100])
@@ -118,7 +118,7 @@ def _without_repeats(frame):
     fresh = [s for s, before in zip(tables, [None, *tables]) if tables[s] != tables.get(before)]
     return frame[frame["step"].isin(fresh)].reset_index(drop=True)
 
-# %% ../../nbs/lab/03_what_if.ipynb #2aa2f8e1
+# %% ../../nbs/lab/03_what_if.ipynb #f75b00be
 @dataclass
 class WhatIf:
     "Advantages of stored samples under several estimators, and what a filter would have done."
@@ -134,7 +134,7 @@ class WhatIf:
         shown = [k for k in ("step", "prompt", "completion") if k in found]
         return found[[*shown, *self.components, *self.estimators]]
 
-
+# %% ../../nbs/lab/03_what_if.ipynb #58d6af92
 def what_if(
     run: Any,  # see `read_samples`
     advantage: str | Sequence[str] | Mapping[str, AdvantageConfig] = ("grpo", "gdpo"),
@@ -162,13 +162,13 @@ def what_if(
         frame[arm] = np.concatenate(values)
     return WhatIf(frame, names, [*rename.values(), *arms], filter_groups)
 
-
+# %% ../../nbs/lab/03_what_if.ipynb #0e21635b
 def _advantages(part, names: list[str], config: AdvantageConfig) -> np.ndarray:
     "Advantages of the samples of one step."
     x, groups = torch.tensor(part[names].to_numpy()), torch.tensor(part["group"].to_numpy())
     return compute_advantages(x, groups, names, config).values.double().numpy()
 
-# %% ../../nbs/lab/03_what_if.ipynb #f7af6b56
+# %% ../../nbs/lab/03_what_if.ipynb #12379273
 @patch
 def table(self: WhatIf):  # DataFrame, a row per estimator
     "Shares of samples, counts of values and deciding components under each estimator."
@@ -186,7 +186,7 @@ def table(self: WhatIf):  # DataFrame, a row per estimator
         } | {f"decided by {k}": v for k, v in self._deciding(name).items()}
     return pd.DataFrame(rows).T
 
-
+# %% ../../nbs/lab/03_what_if.ipynb #e33f84ef
 @patch
 def _deciding(self: WhatIf, estimator: str) -> dict[str, float]:
     "Share of the advantage's variance that goes with each component."
@@ -198,7 +198,7 @@ def _deciding(self: WhatIf, estimator: str) -> dict[str, float]:
     var = (a * a).sum() or np.nan
     return dict(zip(names, beta * (x * a[:, None]).sum(0) / var))
 
-# %% ../../nbs/lab/03_what_if.ipynb #456742b8
+# %% ../../nbs/lab/03_what_if.ipynb #3c0dc2c9
 @patch
 def groups(self: WhatIf):  # DataFrame, a row per group: step, size, mean, state
     "Groups as a filter sees them: varied, all right (constant at the best value seen), all wrong (constant below)."
@@ -210,7 +210,7 @@ def groups(self: WhatIf):  # DataFrame, a row per group: step, size, mean, state
     constant = np.where(out["mean"] >= values.max() - 1e-9, "all right", "all wrong")
     return out.assign(state=np.where(kept, "varied", constant))
 
-
+# %% ../../nbs/lab/03_what_if.ipynb #e01f31ae
 @patch
 def filtering(self: WhatIf):  # DataFrame, a row per step
     "Share of groups in each state, and generation batches that would fill the step."
@@ -227,7 +227,7 @@ def filtering(self: WhatIf):  # DataFrame, a row per step
     }
     return share.assign(**batches)
 
-# %% ../../nbs/lab/03_what_if.ipynb #78a6191e
+# %% ../../nbs/lab/03_what_if.ipynb #5819c9dc
 @patch
 def plot(self: WhatIf, pair: Sequence[str] | None = None):  # figure
     "Advantages of two estimators against each other, and the states of the groups over the steps."
@@ -244,7 +244,7 @@ def plot(self: WhatIf, pair: Sequence[str] | None = None):  # figure
     right.legend(fontsize=8, loc="lower right")
     return fig
 
-
+# %% ../../nbs/lab/03_what_if.ipynb #d8a34b52
 def _plot_pair(ax, frame, x: str, y: str):
     a, b = frame[x].to_numpy(), frame[y].to_numpy()
     limit = 1.1 * np.nanmax(np.abs([a, b]), initial=1.0)
