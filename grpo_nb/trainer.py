@@ -160,6 +160,8 @@ def sample(
         rollout = sample_in_shares(
             self.policy, tasks, self.config.num_generations, self.generators["sampling"]
         )
+    if "staleness" in rollout.info:  # a server drew it
+        rollout.info["policy_version"] = self.policy_version - rollout.info["staleness"]
     tokens = int(rollout.mask_NS.sum())
     self.counters.add(
         n_prompts=len(tasks), n_rollouts_generated=len(rollout), tokens_generated=tokens
@@ -447,9 +449,7 @@ def __init__(
     self.eval_tasks = _open_eval_tasks(eval_tasks, c)
     self.tasks_checked = False
     self._check_setup()
-    copy_first(
-        [p.data for p in policy.parameters()]
-    )  # random adapters are the same ones everywhere
+    copy_first([p.data for p in policy.parameters()])  # random adapters are the same everywhere
     self.reference = None if reference is None else _make_policy(reference, c)
     if reference is None and (c.update.needs_reference or c.rewards.kl_in_reward):
         self.reference = policy.copy()

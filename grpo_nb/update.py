@@ -386,7 +386,10 @@ def _sampling(c, rollout, weight_NS) -> dict[str, float]:
     if sampler_NS is None:
         return {}
     given = rollout.old_logp_NS, sampler_NS, rollout.mask_NS, weight_NS
-    return report(_sampling_metrics(*given, (c.sampling_correction or "token").split("_")[0]))
+    found = report(_sampling_metrics(*given, (c.sampling_correction or "token").split("_")[0]))
+    if (stale_N := rollout.info.get("staleness")) is not None:  # updates since it was drawn
+        found["sampling/staleness"] = float(stale_N.double().mean())
+    return found
 
 
 def _without_truncated(rollout: Rollout) -> Rollout:

@@ -86,7 +86,8 @@ def test_a_rollout_of_the_server_is_like_one_of_ours(server):
     r = policy.sample([TASKS[0], TASKS[1], TASKS[0]], 4, seeded(0))
     own = TokenPolicy(policy.model, policy.tokenizer, max_new_tokens=10)
     mine = own.sample([TASKS[0], TASKS[1], TASKS[0]], 4, seeded(0))
-    assert r.info.keys() == mine.info.keys() and r.group_N.tolist() == mine.group_N.tolist()
+    assert r.info.keys() == mine.info.keys() | {"staleness"}
+    assert r.group_N.tolist() == mine.group_N.tolist()
     assert r.states.keys() == mine.states.keys() | {"sampler_logp"}
     for k, v in mine.states.items():
         assert r.states[k].dtype == v.dtype and len(r.states[k]) == len(v)
@@ -442,6 +443,219 @@ def test_a_server_lost_in_a_run_loses_nothing(server, tmp_path):
     server.troubles = []
     trainer.fit(2)
     assert trainer.differences(want) == []
+
+
+def ahead(url, folder=None, staleness=1, patience=60, **more):
+    engine = {"kind": "vllm", "url": url, "wait_s": patience, "max_staleness": staleness}
+    keys = {"policy.engine": engine | {"tol": 1.0}, "steps": 5, "optimizer.lr": 3e-4}
+    return recipe(url, folder, **keys | {"train_batch_size": 4, "num_generations": 4} | more)
+
+
+class Rollouts:
+    "Keeps what was trained on."
+
+    def __init__(self):
+        self.seen = []
+
+    def on_collect(self, trainer, rollout):
+        self.seen.append(rollout)
+
+    def tasks(self):
+        return [[t.prompt for t in r.tasks] for r in self.seen]
+
+
+def fitted(trainer, steps=None):
+    kept = Rollouts()
+    trainer.callbacks.append(kept)
+    trainer.fit(steps)
+    trainer.callbacks.remove(kept)
+    return kept
+
+
+CASES = {
+    "plain": {},
+    "selector": {"tasks.selector": "difficulty_based"},
+    "filter": {"filter_groups.enable": True, "filter_groups.gen_batch_size": 3},
+    "carry": {"filter_groups.enable": True, "filter_groups.surplus": "carry"},
+    "evaluations between": {"eval.every": 1, "eval.limit": 4, "eval.samples": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_read_ahead_is_the_batch_that_the_step_would_draw(server, case):
+    "With weights that never move, every number is that of a run that draws when it needs to."
+    options = CASES[case] | {"optimizer.lr": 0.0, "steps": 4}
+    plain = ahead(server.url, staleness=0, **options)
+    want = fitted(plain)
+    trainer = ahead(server.url, **options)
+    started, real = [], trainer.policy.engine.read_ahead
+    trainer.policy.engine.read_ahead = lambda *a: started.append(a) or real(*a)
+    got = fitted(trainer)
+    assert len(started) == 3 and trainer.policy.engine.ahead is None
+    assert got.tasks() == want.tasks()
+    for a, b in zip(got.seen, want.seen):
+        assert torch.equal(a.states["completion_ids"], b.states["completion_ids"])
+        assert torch.equal(a.old_logp_NS, b.old_logp_NS)
+    assert repr(trainer.stream.state_dict()) == repr(plain.stream.state_dict())
+    assert torch.equal(*(t.generators["sampling"].get_state() for t in (trainer, plain)))
+    assert trainer.differences(plain) == []
+
+
+def test_every_batch_but_the_first_is_exactly_one_update_old(server):
+    "Bit for bit the run in which the sampler is given the weights of one update before."
+    busy, clashes, answer = [], [], server.answer
+
+    def watched(path, body):
+        if path == "/collective_rpc":
+            clashes.extend(busy)
+        if path == "/v1/completions":
+            busy.append(path)
+        try:
+            return answer(path, body)
+        finally:
+            if path == "/v1/completions":
+                busy.pop()
+
+    server.answer = watched
+    trainer = ahead(server.url, **{"eval.every": 2, "eval.limit": 4})
+    kept = fitted(trainer)
+    assert clashes == []  # no new weights while something is drawn
+    assert [r["sampling/staleness"] for r in trainer.history] == [0, 1, 1, 1, 1]
+    assert [r.info["policy_version"].unique().tolist() for r in kept.seen] == [
+        [0],
+        [0],
+        [1],
+        [2],
+        [3],
+    ]
+    server.restart()
+    lagging = ahead(server.url, staleness=0)
+    engine, before = lagging.policy.engine, []
+    draw = engine.sample
+
+    def late(policy, *asked):
+        now = {k: v.clone() for k, v in policy.state_dict().items()}
+        policy.load_state_dict(before.pop() if before else now)
+        found = draw(policy, *asked)
+        policy.load_state_dict(now)
+        before.append(now)
+        return found
+
+    engine.sample = late
+    fitted(lagging)
+    for a, b in zip(trainer.policy.parameters(), lagging.policy.parameters()):
+        assert torch.equal(a, b)
+    now = kept.seen[-1]
+    assert (now.old_logp_NS - now.states["sampler_logp"]).abs().max() > 1e-3  # of other weights
+    for row in trainer.history:
+        assert row["ratio/max"] == pytest.approx(1, abs=1e-4)  # to the trainer's own
+
+
+def test_a_run_that_reads_ahead_resumes_with_the_batch_under_way(server, tmp_path):
+    want = fitted(ahead(server.url)).tasks()
+    server.restart()
+    trainer = ahead(server.url, str(tmp_path / "run"))
+    first = Rollouts()
+    saved = []
+
+    def save(trainer, row):  # in the middle of `fit`, the next batch is under way
+        if trainer.step_done == 2:
+            assert trainer.policy.engine.ahead is not None
+            saved.append(trainer.save(tmp_path / "middle"))
+
+    trainer.callbacks += [first, save]
+    trainer.fit(3)
+    server.restart()
+    later = GRPO.load(
+        saved[0], policy=policy_at(server.url, engine={"max_staleness": 1, "tol": 1.0})
+    )
+    second = fitted(later)
+    assert first.tasks()[:2] + second.tasks() == want
+    assert [r["sampling/staleness"] for r in later.history] == [0, 1, 1]
+    assert later.counters.values["n_rollouts_generated"] == 5 * 16
+    assert later.counters.values["n_prompts"] == 5 * 4
+    trainer.close()
+    later.close()
+
+
+def test_a_server_that_dies_with_a_batch_under_way_loses_nothing(server):
+    want = fitted(ahead(server.url)).tasks()
+    server.restart()
+    trainer = ahead(server.url, patience=0.3)
+    kept = Rollouts()
+    trainer.callbacks.append(kept)
+
+    def die(trainer, row):
+        if trainer.step_done == 2:
+            server.troubles = [always("/v1/completions", FAULTS["error"])]
+
+    trainer.callbacks.append(die)
+    with pytest.raises(ServerLost, match="worker died"):
+        trainer.fit()
+    assert trainer.policy.engine.ahead is None
+    server.troubles = []
+    trainer.callbacks.remove(die)
+    trainer.fit()
+    assert kept.tasks() == want and trainer.counters.values["n_prompts"] == 5 * 4
+    server.restart()  # also one that comes back with the weights of its start
+
+
+def test_a_server_restarted_while_it_reads_ahead_draws_again(server):
+    trainer = ahead(server.url)
+    trainer.callbacks.append(lambda t, row: server.restart() if t.step_done == 2 else None)
+    trainer.fit()
+    assert [r["sampling/staleness"] for r in trainer.history] in ([0, 1, 0, 1, 1], [0, 1, 1, 1, 1])
+
+
+def test_ctrl_c_with_a_batch_under_way_ends_at_once(server):
+    trainer = ahead(server.url)
+
+    def hang(trainer, row):
+        if trainer.step_done == 2:
+            server.troubles = [always("/v1/completions", slow(40))]
+            main = threading.main_thread().ident
+            for wait in (0.3, 0.8):  # the first ends the step, the second the wait
+                threading.Timer(wait, signal.pthread_kill, [main, signal.SIGINT]).start()
+
+    trainer.callbacks.append(hang)
+    start = time.monotonic()
+    try:
+        trainer.fit()
+    except KeyboardInterrupt:
+        pass
+    time.sleep(1)
+    assert time.monotonic() - start < 20
+    assert trainer.policy.engine.ahead is None and trainer.step_done in (2, 3)
+
+
+def few_tasks(folder, n):
+    lines = data_path("tasks/middle_train.jsonl").read_text().splitlines()[:n]
+    path = folder / "few.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_the_end_of_the_tasks_is_the_same(server, tmp_path):
+    few = {"tasks.epochs": 1, "steps": 9, "tasks.train": str(few_tasks(tmp_path, 10))}
+    make = lambda n: ahead(server.url, staleness=n, **few)
+    runs = [make(n).fit() for n in (0, 1)]
+    assert runs[0].step_done == runs[1].step_done == 2
+    assert runs[0].stop == runs[1].stop
+
+
+def test_what_does_not_go_with_reading_ahead_is_told_before_a_model_is_loaded(server, monkeypatch):
+    with pytest.raises(ValueError, match="max_staleness=1 needs old_logp='trainer'"):
+        VLLM(server.url, max_staleness=1, old_logp="sampler")
+    with pytest.raises(ValueError, match="max_staleness: Input should be 0 or 1"):
+        VLLM(server.url, max_staleness=2)
+    monkeypatch.setattr("grpo_nb.lab.recipe.open_policy", lambda c: pytest.fail("loaded"))
+    for key, value, said in (
+        ("update.sampling_correction", None, "needs update.sampling_correction"),
+        ("filter_groups", {"enable": True, "sizing": "adaptive"}, "filter_groups.sizing=full"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ahead(server.url, **{key: value})
 
 
 def test_ratios_of_the_sampler_weigh_the_loss(server):

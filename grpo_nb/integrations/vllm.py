@@ -17,13 +17,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from fastcore.basics import patch
 from safetensors.torch import save_file
 
+from .. import ahead  # noqa: F401 (trainers learn to read ahead)
 from ..config import Positive, build_config, config_tree, configuration
 from ..files import hide_secrets, to_disk
 from ..policies.loading import merge_lora
@@ -40,6 +42,7 @@ class VLLMConfig:
     weights: str | None = None
     old_logp: Literal["trainer", "sampler"] = "trainer"  # whose log-probs the ratio is taken to
     tol: Positive = 0.05  # largest mean difference of log-probs between server and trainer, nats
+    max_staleness: Literal[0, 1] = 0  # 1: the next batch is drawn while this one is trained on
     wait_s: Positive = 300.0  # seconds for a server that starts, is busy, or has gone
     timeout_s: Positive = 600.0  # seconds for one answer
 
@@ -50,6 +53,11 @@ class VLLMConfig:
             )
         if importlib.util.find_spec("httpx") is None:
             raise ValueError("A vLLM engine needs httpx: pip install 'grpo_nb[vllm]'.")
+        if self.max_staleness and self.old_logp != "trainer":
+            raise ValueError(
+                "max_staleness=1 needs old_logp='trainer': the loss starts from the weights that are trained, and "
+                "update.sampling_correction accounts for the older ones that sampled."
+            )
 
 # %% ../../nbs/integrations/05_vllm.ipynb #c942d8d3
 class VLLM:
@@ -62,6 +70,9 @@ class VLLM:
     ):
         self.config = build_config(VLLMConfig, {"url": url, **options}, "policy.engine")
         self.old_logp, self.tol = self.config.old_logp, self.config.tol
+        self.max_staleness = self.config.max_staleness
+        self.staleness = 0  # updates since the weights that drew the last samples
+        self.ahead = None  # an `_Ahead`
         self.name, self.limit = None, None  # of the model, once the server has answered
         self.version = 0  # how often it was given weights
         self.loop = None  # where requests run
@@ -79,12 +90,18 @@ class ServerLost(ConnectionError):
 
 
 @patch
-def _run(self: VLLM, work: Any) -> Any:
-    "The result of a coroutine, whether or not this thread has a loop."
+def _start(self: VLLM, work: Any) -> futures.Future:
+    "Begin a coroutine, whether or not this thread has a loop."
     if self.loop is None:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-    future = asyncio.run_coroutine_threadsafe(work, self.loop)
+    return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+
+@patch
+def _run(self: VLLM, work: Any) -> Any:
+    "The result of a coroutine."
+    future = self._start(work)
     try:
         return future.result()
     except BaseException:
@@ -308,7 +325,16 @@ def sample(
     seeds: list[int],  # P
     greedy: bool = False,  # take the likeliest token
 ) -> list[tuple[list[int], list[float]]]:  # P * G completions with their log-probs
-    "Completions drawn with the policy's present weights, all of them or an error."
+    "Completions drawn with the policy's present weights, or read ahead with those of one update before; all of them or an error."
+    asked = (prompts, num_generations, seeds, greedy)
+    if self.ahead is not None:
+        futures.wait([self.ahead.drawn])  # new weights only reach a server that draws nothing
+        if self.ahead.asked == asked:
+            found, self.ahead = self.ahead, None
+            if (drawn := found.drawn.result()) is not None:
+                self.staleness = int(found.label != weights_label(policy))
+                return drawn
+    self.staleness = 0
     for _ in range(3):
         label = self.give_weights(policy)
         drawn = self._draw(policy, prompts, num_generations, seeds, greedy)
@@ -320,8 +346,14 @@ def sample(
 
 # %% ../../nbs/integrations/05_vllm.ipynb #91389dae
 @patch
-def _draw(self: VLLM, policy, prompts, num_generations, seeds, greedy, most=10**9) -> list[tuple]:
+def _draw(self: VLLM, policy, *asked, most: int = 10**9) -> list[tuple]:
     "Completions by whatever weights the server has."
+    return self._run(self._drawn(policy, *asked, most=most))
+
+
+@patch
+async def _drawn(self: VLLM, policy, prompts, num_generations, seeds, greedy, most=10**9) -> list:
+    "The same, awaited."
     body = {
         "model": self.name,
         "n": num_generations,
@@ -333,23 +365,15 @@ def _draw(self: VLLM, policy, prompts, num_generations, seeds, greedy, most=10**
         **_FIXED,
     }
     lacks = lambda found: _lacking(found, body)
-
-    async def every():
+    try:
         async with self._client() as client, asyncio.TaskGroup() as group:
             asks = [body | {"prompt": p, "seed": s} for p, s in zip(prompts, seeds)]
             ask = lambda b: self._answer(client, "/v1/completions", b, lacks)
             jobs = [group.create_task(ask(b)) for b in asks]
-        return [
-            choice
-            for job in jobs
-            for choice in sorted(job.result()["choices"], key=lambda c: c["index"])
-        ]
-
-    try:
-        choices = self._run(every())
     except BaseExceptionGroup as e:
         raise e.exceptions[0] from None
-    return [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices]
+    answers = [sorted(job.result()["choices"], key=lambda c: c["index"]) for job in jobs]
+    return [(c["token_ids"], c["logprobs"]["token_logprobs"]) for a in answers for c in a]
 
 
 _FIXED = {"logprobs": 0, "return_token_ids": True, "ignore_eos": True, "min_p": 0.0}
@@ -372,3 +396,34 @@ def _lacking(found: Any, body: dict) -> str:
         if ids[-1] not in body["stop_token_ids"] and len(ids) != body["max_tokens"]:
             return f"ended a choice after {len(ids)} tokens without a stop token"
     return ""
+
+# %% ../../nbs/integrations/05_vllm.ipynb #76b29caa
+class _Ahead(NamedTuple):
+    "A batch that is drawn before it is asked for."
+
+    asked: tuple  # prompts, number of samples, seeds, greedy
+    label: str  # of the weights that draw
+    drawn: futures.Future  # completions; None if the server has lost these weights
+
+
+@patch
+def read_ahead(self: VLLM, policy, prompts: list[list[int]], num_generations: int, seeds: list):
+    "Begin to draw, with the policy's present weights, what `sample` will be asked for."
+    self.forget()
+    asked, label = (prompts, num_generations, seeds, False), self.give_weights(policy)
+
+    async def draw():
+        drawn = await self._drawn(policy, *asked)
+        async with self._client() as client:
+            there = await self._answer(client, "/weight_info")
+        return drawn if there["weight_version"] == label else None
+
+    self.ahead = _Ahead(asked, label, self._start(draw()))
+
+
+@patch
+def forget(self: VLLM):
+    "Drop a batch that was read ahead; on closed connections vLLM stops drawing it."
+    if self.ahead is not None:
+        self.ahead.drawn.cancel()
+        self.ahead = None

@@ -37,6 +37,7 @@ from grpo_nb.config import (
     override,
     unknown_name,
 )
+from ..ahead import check_ahead
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
 from ..files import hide_secrets, leaves, plain, refuse_hidden, writable
@@ -393,6 +394,7 @@ def from_config(
         opened.remove("eval_tasks")  # the default is made for other tasks
     parts |= {k: openers[k]() for k in opened if k != "policy"}
     _check_processes(config, parts["tasks"])  # before a model is loaded
+    check_ahead(config, None, config.policy.engine)
     if "policy" in opened:
         parts["policy"] = openers["policy"]()
     return cls(**parts | {"config": config, "opened": opened, **kwargs})
