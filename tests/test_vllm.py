@@ -474,7 +474,7 @@ def fitted(trainer, steps=None):
 
 CASES = {
     "plain": {},
-    "selector": {"tasks.selector": "difficulty_based"},
+    "selector": {"tasks.selector": "thompson"},
     "filter": {"filter_groups.enable": True, "filter_groups.gen_batch_size": 3},
     "carry": {"filter_groups.enable": True, "filter_groups.surplus": "carry"},
     "evaluations between": {"eval.every": 1, "eval.limit": 4, "eval.samples": 2},
