@@ -49,7 +49,6 @@ def update(
     out.sampling = _sampling(c, rollout, batch["weight"])
     exact = getattr(policy, "kl_old", None) if c.kl_stop.stat != "k3" else None
     last_NS = batch["old"]  # log-probs at the beginning of the last epoch
-    steps_per_pass = _steps_per_pass(c.micro_tokens, policy, rollout)
     for epoch in range(c.num_epochs):  # K passes over the same rollout
         if c.scheme in ("progressive", "previous_epoch") and epoch:
             now_NS = rollout_logp(policy, rollout, c.micro_tokens)
@@ -60,10 +59,8 @@ def update(
         for i, part in enumerate(parts):  # an optimizer step each
             _drop_gradients(policy)
             window = window_counts(batch["mask"][part], batch["kl_mask"][part], c.loss.count_empty)
-            rows, seen = own_rows(rollout.lengths_N, part[~batch["skipped"][part]]), []
-            passes = micro_batches(rollout.lengths_N, rows, steps_per_pass)
-            idle = _idle_passes(policy, len(passes))
-            for micro in passes:
+            seen = []
+            for micro in _passes(c, policy, rollout, part, batch["skipped"]):
                 piece = rollout[micro]
                 logp_NS, entropy_NS = _logp_and_entropy(c, policy, piece)
                 x = _rows(batch, micro, logp_NS.device)
@@ -74,8 +71,6 @@ def update(
                 )  # fmt: skip
                 loss.backward()
                 seen.append((metrics, *_distances(c, exact, piece, x, logp_NS.detach(), loss)))
-            for _ in range(idle):
-                (0 * policy.logp(rollout[part[:1]]).sum()).backward()
             row = {"epoch": epoch, "minibatch": i, "stopped": False, "skipped": False}
             row |= _row(c, seen, batch, part, exact, first=not out.rows)
             why, out.rows = c.kl_stop.exceeded(row, out.done), [*out.rows, row]
@@ -462,9 +457,15 @@ def _metrics_of_nothing(c, batch) -> dict:
     return policy_loss(*args, entropy_NS=entropy)[1]
 
 # %% ../nbs/method/02_update.ipynb #3897d20f
-def _idle_passes(policy, passes: int) -> int:
-    "Sharded weights are put together by all processes in each pass: how many this one runs that count nothing."
-    return max(gather(passes)) - passes if getattr(policy, "sharded", False) else 0
+def _passes(c, policy, rollout, part, skipped_N) -> list[Tensor]:
+    "The rows of a minibatch that this process runs. Sharded weights are put together by all in each pass, so who has fewer passes first runs some that count nothing."
+    rows = own_rows(rollout.lengths_N, part[~skipped_N[part]])
+    steps = _steps_per_pass(c.micro_tokens, policy, rollout)
+    passes = micro_batches(rollout.lengths_N, rows, steps)
+    if getattr(policy, "sharded", False):
+        for _ in range(max(gather(len(passes))) - len(passes)):
+            (0 * policy.logp(rollout[part[:1]]).sum()).backward()
+    return passes
 
 
 def _drop_gradients(policy):

@@ -25,6 +25,7 @@ from ..core import Groups, Rollout, check_finite, pad_to, seeded
 from .decoding import FLOOR, Network, draw, head_logp, _left_padded, shape_logits
 from grpo_nb.policies.loading import (
     add_lora,
+    asked_autocast,
     _has_adapters,
     load_model,
     _load_tokenizer,
@@ -76,8 +77,7 @@ class TokenPolicy:
         check_number("top_p", top_p, 0, 1, above=True)
         check_number("top_k", top_k, 0, whole=True)
         check_number("max_new_tokens", max_new_tokens, 1, whole=True)
-        if autocast not in (None, "bfloat16"):
-            raise ValueError(f"autocast must be None or 'bfloat16', got {autocast!r}.")
+        autocast = asked_autocast(autocast)
         model = _unwrap_peft(model)
         if lora is not None:
             add_lora(model, lora)
@@ -208,6 +208,7 @@ def from_pretrained(
 ) -> TokenPolicy:
     "Load model and tokenizer, see `load_model`."
     check_options(TokenPolicy, kwargs)
+    asked_autocast(kwargs.get("autocast"))
     _asks_for_shards(*(kwargs.get(k) for k in ("shard", "engine", "lora")))
     engine = _open_engine(kwargs.pop("engine", None))  # a server that is not there is told first
     policy = cls(*load_model(source, dtype, device), engine=engine, **kwargs)
