@@ -447,7 +447,7 @@ def test_a_server_lost_in_a_run_loses_nothing(server, tmp_path):
 
 def ahead(url, folder=None, staleness=1, patience=60, **more):
     engine = {"kind": "vllm", "url": url, "wait_s": patience, "max_staleness": staleness}
-    keys = {"policy.engine": engine | {"tol": 1.0}, "steps": 5, "optimizer.lr": 3e-4}
+    keys = {"policy.engine": engine | {"tol": 1e-4}, "steps": 5, "optimizer.lr": 3e-4}
     return recipe(url, folder, **keys | {"train_batch_size": 4, "num_generations": 4} | more)
 
 
@@ -568,7 +568,7 @@ def test_a_run_that_reads_ahead_resumes_with_the_batch_under_way(server, tmp_pat
     trainer.fit(3)
     server.restart()
     later = GRPO.load(
-        saved[0], policy=policy_at(server.url, engine={"max_staleness": 1, "tol": 1.0})
+        saved[0], policy=policy_at(server.url, engine={"max_staleness": 1, "tol": 1e-4})
     )
     second = fitted(later)
     assert first.tasks()[:2] + second.tasks() == want
@@ -606,6 +606,14 @@ def test_a_server_restarted_while_it_reads_ahead_draws_again(server):
     trainer.callbacks.append(lambda t, row: server.restart() if t.step_done == 2 else None)
     trainer.fit()
     assert [r["sampling/staleness"] for r in trainer.history] in ([0, 1, 0, 1, 1], [0, 1, 1, 1, 1])
+
+
+def test_a_server_that_keeps_old_weights_stops_a_run_that_reads_ahead(server):
+    trainer = ahead(server.url)
+    trainer.fit(2)
+    server.loads = False
+    with pytest.raises(RatioMismatch, match="stale weights"):
+        trainer.fit(3)
 
 
 def test_ctrl_c_with_a_batch_under_way_ends_at_once(server):

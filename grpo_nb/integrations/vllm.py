@@ -411,6 +411,8 @@ def read_ahead(self: VLLM, policy, prompts: list[list[int]], num_generations: in
     "Begin to draw, with the policy's present weights, what `sample` will be asked for."
     self.forget()
     asked, label = (prompts, num_generations, seeds, False), self.give_weights(policy)
+    self.staleness, some = 0, (prompts[:4], 1)
+    policy.score_drawn(*some, self._draw(policy, *some, seeds[:4], False))
 
     async def draw():
         drawn = await self._drawn(policy, *asked)

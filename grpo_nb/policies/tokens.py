@@ -600,7 +600,7 @@ def score_drawn(
     rows = micro_batches(r.lengths_N, torch.arange(len(r)), _SCORED)
     scores = [self.logp_entropy(r[part]) for part in rows]
     logp, entropy = (torch.cat(x).cpu() for x in zip(*scores))
-    if not greedy:
+    if not greedy and not getattr(self.engine, "staleness", 0):  # else they were looked at before
         _refuse_other_mind((logp - r.old_logp_NS)[r.mask_NS].abs().double(), self.engine.tol)
     return r.states["completion_ids"], r.mask_NS, logp, entropy, r.old_logp_NS
 

@@ -9,6 +9,7 @@ arguments the peer's own script is run in the same alternation, in its environme
 
   ours       TokenPolicy.logp: one pass, output layer in chunks
   ours_micro the same gradient in four backward passes of two rows each (UpdateConfig.micro_tokens)
+  ours_again the same with policy.gradient_checkpointing: what is inside a layer is computed again
   full       logits of all positions       keep      logits of the completion only
   backbone   no output layer at all (the floor)
 """
@@ -51,7 +52,8 @@ def measure(a):
     )
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    policy = TokenPolicy(model, None, stop=[2], chat=False, chunk_tokens=a.chunk or None)
+    how = {"chunk_tokens": a.chunk or None, "gradient_checkpointing": a.mode == "ours_again"}
+    policy = TokenPolicy(model, None, stop=[2], chat=False, **how)
 
     def batch(b, p, c):
         g = torch.Generator().manual_seed(1)
@@ -136,6 +138,7 @@ def main():
     )
     ap.add_argument("--mode", default="", help=argparse.SUPPRESS)
     ap.add_argument("--repeats", type=int, default=3)
+    ap.add_argument("--result", default="logp_memory", help="name of the file in results/")
     ap.add_argument("--peer-python")
     ap.add_argument("--peer-script")
     for k, v in KNOBS.items():
@@ -165,7 +168,8 @@ def main():
                 "best, s": min(r["s_min"] for r in got),
             }
         )
-    command = "python tests/bench/logp_memory.py" + (
+    options = f" --modes {' '.join(a.modes)} --result {a.result}" * (a.result != "logp_memory")
+    command = f"python tests/bench/logp_memory.py{options}" + (
         " --peer-python … --peer-script …" if a.peer_python else ""
     )
     notes = (
@@ -173,7 +177,7 @@ def main():
         f"median of {a.repeats} processes x {a.passes} passes, modes alternating. `trl` (if present) is TRL's own loss path on a "
         "CPU, where its fused kernels are not available; its figures say nothing about a GPU."
     )
-    save("logp_memory", "Peak memory of log-probs + backward", rows, command, env, notes, runs)
+    save(a.result, "Peak memory of log-probs + backward", rows, command, env, notes, runs)
 
 
 if __name__ == "__main__":

