@@ -1,10 +1,11 @@
 """Paths that should bend left: the studies that motion_diffusion.ipynb reads.
 
-    OMP_NUM_THREADS=1 python studies/motion.py            trains what is missing of both (about half an hour on one idle core)
-    OMP_NUM_THREADS=1 python studies/motion.py epochs     one of them: epochs, drift
+    OMP_NUM_THREADS=1 python studies/motion.py            trains what is missing of all (about half an hour on one idle core)
+    OMP_NUM_THREADS=1 python studies/motion.py epochs     one of them: epochs, drift, apart, longer
 
 The arms of `epochs` choose their learning rates on two tuning seeds and the goals that are reported; all run on five other seeds,
-judged on 256 held-out goals. Finished runs are kept in runs/, and the same command goes on where it stopped.
+judged on 256 held-out goals. `apart` and `longer` choose rate and KL coefficient on goals apart from those reported, and report
+seeds on which nothing was chosen before. Finished runs are kept in runs/, and the same command goes on where it stopped.
 What this leaves out: other networks, tuning of anything but the learning rate, longer training.
 """
 
@@ -75,7 +76,39 @@ def drift(**how):
     return found
 
 
-STUDIES = {f.__name__: f for f in (epochs, drift)}
+def apart_trainer(config):
+    "As `reach_trainer`, but the seeds from 100 on, which tune, have held-out goals of their own."
+    tasks = reach_tasks(4096, seeded(config.seed, "train"))
+    goals = reach_tasks(256, seeded(config.seed // 100, "goals apart"))
+    return GRPO(reach_policy(config.seed), tasks, {"reach": reach}, config, goals)
+
+
+CHOSEN_APART = {
+    "base": motion_config() | TWO_PATHS,
+    "make": apart_trainer,
+    "keep": KEEP,
+    "seeds": range(10, 15),
+    "tune": {"optimizer.lr": [1e-4, 3e-4, 1e-3], "update.loss.kl_coef": [0.03, 0.1, 0.3]},
+    "tune_seeds": (100, 101),
+    "eval_every": Samples(1_280),
+}
+
+
+def apart(**how):
+    "One epoch or four with a KL term, for 40 rollouts: rate and coefficient chosen on other seeds and goals."
+    arms, store = {"K=1, KL": {}, "K=4, KL": {"update.num_epochs": 4}}, HERE / "motion_apart.json"
+    fixed = CHOSEN_APART | {"budget": Samples(10_240), "store": store}
+    return compare(arms, **fixed, **{"dir": "runs/motion_apart"} | how)
+
+
+def longer(**how):
+    "One epoch for 100 rollouts, chosen for that length."
+    fixed = CHOSEN_APART | {"budget": Samples(25_600), "store": HERE / "motion_longer.json"}
+    arms = {"K=1, KL, 100 rollouts": {}}
+    return compare(arms, **fixed, **{"dir": "runs/motion_longer"} | how)
+
+
+STUDIES = {f.__name__: f for f in (epochs, drift, apart, longer)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or STUDIES:
