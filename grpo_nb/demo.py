@@ -142,8 +142,8 @@ def _sentences(motion: Study, sums: Study) -> list[str]:
         f"{_difference(right['GRPO, 30x'], right['GRPO'])}.",
         f"Null: a single epoch with the KL term against one without, {_null(moved[one], moved['1 epoch'])}; GRPO against GDPO on equal scale, "
         f"{_null(right['GRPO'], right['GDPO'])}; what the factor 30 changes for GDPO, {_null(right['GDPO, 30x'], right['GDPO'])}.",
-        f"Cost: four epochs take {cost:.1f} times the processor seconds of one for the same paths, and given only its seconds they end {in_time} "
-        f"from it; training took {spent[0]:.0f} processor seconds for the {len(motion.reported)} runs of motion and {spent[1]:.0f} for the "
+        f"Cost: four epochs take {cost:.1f} times the processor seconds of one for the same paths, and stopped after as many seconds as one epoch takes they "
+        f"differ from it by {in_time}; training took {spent[0]:.0f} processor seconds for the {len(motion.reported)} runs of motion and {spent[1]:.0f} for the "
         f"{len(sums.reported)} of sums.",
     ]
 

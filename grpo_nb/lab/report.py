@@ -314,6 +314,37 @@ def _draw_runs(ax, runs, name: str, color: str):
     if len(runs) > 1:
         ax.fill_between(at, bands[:, 1], bands[:, 2], color=color, alpha=0.15, lw=0)
 
+# %% ../../nbs/lab/05_report.ipynb #04ee5557
+@patch
+def profile(
+    self: Study,
+    metric: str
+    | None = None,  # default: the primary metric; its scores by task, if the runs have them
+    variants: Sequence[str] | None = None,  # the first one is the baseline; default: all
+):  # Figure
+    "Performance profile over runs and tasks, and the probability to be better than a run of the baseline."
+    table = self.table(metric, variants=variants)
+    figure, (left, right) = make_figure(2, 2, row_height=3.2)
+    by = {name: [] for name in table.frame["variant"]}
+    for r in self.reported:
+        if r["variant"] in by and not math.isnan(score := final_score(r, table.metric)):
+            by[r["variant"]].append((r.get("by_task") or {}).get(table.metric, [score]))
+    every = np.concatenate([x for runs in by.values() for x in runs])
+    at = np.linspace(every.min(), every.max(), 101)
+    for i, row in table.frame.iterrows():
+        color, x_NM = COLORS[i % len(COLORS)], np.array(by[row["variant"]], float)
+        mean, low, high = np.array([t_interval((x_NM > tau).mean(1)) for tau in at]).T
+        left.plot(at, mean, color=color, label=label_of(row["variant"]))
+        left.fill_between(at, low.clip(0), high.clip(max=1), color=color, alpha=0.15, lw=0)
+        right.plot([row["better_low"], row["better_high"]], [i, i], color=color)
+        right.plot(row["better"], i, "o", color=color)
+    left.set(xlabel=label_of(table.metric), ylabel="share that scores more", ylim=(0, 1.02))
+    right.axvline(0.5, color="0.6", lw=0.8)
+    right.set(xlabel=f"P({table.direction} than {table.baseline})", xlim=(-0.02, 1.02))
+    right.set(yticks=range(len(by)), yticklabels=map(label_of, by), ylim=(len(by) - 0.5, -0.5))
+    left.legend(fontsize=9)
+    return figure
+
 # %% ../../nbs/lab/05_report.ipynb #b46af244
 @patch
 def score_names(self: Study) -> list[str]:
