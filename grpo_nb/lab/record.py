@@ -321,49 +321,6 @@ class _Board:
         if self.writer is not None:
             self.writer.close()
 
-# %% ../../nbs/lab/01_record.ipynb #961f230e
-@patch
-def __enter__(self: Run) -> Run:
-    return self
-
-
-@patch
-def __exit__(self: Run, kind, error, trace) -> None:
-    if kind is None:
-        return self.close()
-    state = "interrupted" if issubclass(kind, KeyboardInterrupt) else "failed"
-    self.event("stop", error=kind.__name__, message=str(error), step=self._last)
-    self.close(state)
-
-# %% ../../nbs/lab/01_record.ipynb #61341daf
-@patch
-def _start(self: Run, new: bool = False) -> None:
-    "Become the writer."
-    if self._lock is not None:
-        if not self._lock.is_locked:
-            raise ValueError(f"Run {self.name!r} is closed; Run.open(dir) gives one that goes on.")
-        return
-    other = (self.dir / "checkpoints").resolve().parent
-    if other != self.dir.resolve() and is_run(other):
-        raise ValueError(
-            f"{self.dir / 'checkpoints'} leads into another run, {other}: move it away."
-        )
-    lock = Lock(self.dir / "lock")
-    lock.acquire()
-    self._lock, self._status = lock, self.status
-    # closes files and lock at the latest when the object or the process goes away
-    self._finalizer = weakref.finalize(self, _close_files, self._files, lock)
-    for name in ("metrics", "samples", "events"):
-        self._files[name] = Appender(self.dir / f"{name}.jsonl")
-    self._last = (self._files["metrics"].last or {}).get("step")
-    self._came = self._last, self._status.get("state")
-    was = {} if new else dict(zip(("step", "was"), self._came))
-    self.event("start" if new else "resume", **was)
-    for f in self._files.values():
-        if f.cut:
-            self.event("broken_line", file=f.path.name, bytes=f.cut)
-    self.mark("running")
-
 # %% ../../nbs/lab/01_record.ipynb #0ea51b4d
 def _close_files(files: dict, lock: Lock) -> None:
     for f in files.values():
@@ -395,6 +352,167 @@ def mark(self: Run, state: str | None = None, **changes) -> None:
         _write_tree(self.dir / "status.json", self._status)
     except OSError as e:
         self.warn("status.json", f"status.json cannot be written ({e})")
+
+# %% ../../nbs/lab/01_record.ipynb #98f3bbf6
+@patch
+def event(self: Run, kind: str, **fields) -> None:
+    "Append an event (start, resume, warning, stop, ...) with the time and any plain data."
+    self._start()
+    told = hide_secrets(plain(fields, kind), known=self._secrets)
+    self._append("events", [{"time": _now(), "kind": kind} | told])
+
+# %% ../../nbs/lab/01_record.ipynb #61341daf
+@patch
+def _start(self: Run, new: bool = False) -> None:
+    "Become the writer."
+    if self._lock is not None:
+        if not self._lock.is_locked:
+            raise ValueError(f"Run {self.name!r} is closed; Run.open(dir) gives one that goes on.")
+        return
+    other = (self.dir / "checkpoints").resolve().parent
+    if other != self.dir.resolve() and is_run(other):
+        raise ValueError(
+            f"{self.dir / 'checkpoints'} leads into another run, {other}: move it away."
+        )
+    lock = Lock(self.dir / "lock")
+    lock.acquire()
+    self._lock, self._status = lock, self.status
+    # closes files and lock at the latest when the object or the process goes away
+    self._finalizer = weakref.finalize(self, _close_files, self._files, lock)
+    for name in ("metrics", "samples", "events"):
+        self._files[name] = Appender(self.dir / f"{name}.jsonl")
+    self._last = (self._files["metrics"].last or {}).get("step")
+    self._came = self._last, self._status.get("state")
+    was = {} if new else dict(zip(("step", "was"), self._came))
+    self.event("start" if new else "resume", **was)
+    for f in self._files.values():
+        if f.cut:
+            self.event("broken_line", file=f.path.name, bytes=f.cut)
+    self.mark("running")
+
+# %% ../../nbs/lab/01_record.ipynb #89d38611
+@patch
+def warn(self: Run, key: str, message: str, **fields) -> None:
+    "Warn once for each key, and note it in the events."
+    if key not in self._warned:
+        self._warned.add(key)
+        self.event("warning", about=key, message=message, **fields)
+        warnings.warn(f"{self.name}: {message}", stacklevel=2)
+
+# %% ../../nbs/lab/01_record.ipynb #d6865fad
+@patch
+def log(
+    self: Run,
+    step: int,  # training step, larger than the last one logged
+    metrics: Mapping[str, Any],  # numbers by name; nested names are joined with "/"
+) -> None:
+    "Append the row of one step; NaN and infinity are written as null."
+    self._start()
+    row = _metric_row(step, metrics)
+    if self._last is not None and row["step"] <= self._last:
+        raise ValueError(
+            f"Step {row['step']} after step {self._last}: a step has one row. Log all its metrics together; when "
+            f"resuming, call run.truncate_after({row['step'] - 1}) first."
+        )
+    self._last = row["step"]
+    self._append("metrics", [row])
+    if time.monotonic() - self._status_at > self.status_every:
+        self.mark()
+    if self._mirror is not None:
+        self._mirror.log(row)
+    if self._board is not None:
+        self._board.log(row)
+
+# %% ../../nbs/lab/01_record.ipynb #deca60e6
+@patch
+def log_samples(
+    self: Run,
+    step: int,  # training step
+    rows: Sequence[Mapping] | Mapping[str, Sequence],  # group, prompt, completion, rewards, ...
+    max_rows: int = 32,  # samples stored
+) -> int:  # samples left out
+    "Append samples of a step, as many whole groups as fit and no more text than `max_chars`."
+    self._start()
+    rows, dropped = _sample_rows(step, rows, max_rows, self.max_chars)
+    self._append("samples", rows)
+    if self._mirror is not None:
+        self._mirror.log_samples(step, rows)
+    return dropped
+
+# %% ../../nbs/lab/01_record.ipynb #0fc310a6
+@patch
+def flush(self: Run) -> None:
+    "Write what waits, down to the disk; an OSError says which rows cannot be written."
+    for file in self._files.values():
+        file.write()
+        os.fsync(file.file.fileno())
+
+
+@patch
+def close(
+    self: Run,
+    state: str | None = None,  # finished, failed, interrupted or stopped; None: as it was marked
+) -> None:
+    "Write the final status, finish wandb, give the lock back; a second call does nothing."
+    if self._lock is None or not self._lock.is_locked:
+        return
+    if state is None:
+        state = self._status["state"]
+        if state == "running":  # nothing was logged: as it was found, which may be killed
+            was = self._came[1] if self._last == self._came[0] else None
+            state = {None: "finished", "running": "stopped"}.get(was, was)
+    if self._mirror is not None:
+        self._mirror.close(exit_code=int(state == "failed"))
+    if self._board is not None:
+        self._board.close()
+    self.event("close", state=state, step=self._last)
+    self.mark(state)
+    try:
+        self.flush()
+    finally:
+        self._finalizer()
+
+# %% ../../nbs/lab/01_record.ipynb #961f230e
+@patch
+def __enter__(self: Run) -> Run:
+    return self
+
+
+@patch
+def __exit__(self: Run, kind, error, trace) -> None:
+    if kind is None:
+        return self.close()
+    state = "interrupted" if issubclass(kind, KeyboardInterrupt) else "failed"
+    self.event("stop", error=kind.__name__, message=str(error), step=self._last)
+    self.close(state)
+
+# %% ../../nbs/lab/01_record.ipynb #5bb8e91c
+def _free_folder(dir: Path, if_exists: str) -> Path:
+    "The directory, or a numbered one beside it if there is a run."
+    if is_run(dir) and if_exists == "raise":
+        raise FileExistsError(
+            f"{str(dir)!r} holds a run. To continue it: GRPO.load({str(dir)!r}), run.if_exists=resume, or Run.create(dir, "
+            "..., resume=True). For a run beside it: another directory, or if_exists=number."
+        )
+    taken = lambda path: is_run(path) or (path / "lock").exists()
+    return free_path(dir, taken) if if_exists == "number" else dir
+
+# %% ../../nbs/lab/01_record.ipynb #e442e656
+@patch
+def _describe(self: Run, config: dict, name: str, seeds: Any, parts: Any = None) -> None:
+    "Write configuration and environment where they are missing; say where the configuration is another one."
+    old, new = flat_keys(self.config), flat_keys(config)
+    changed = {k: [old.get(k), new.get(k)] for k in old | new if old.get(k) != new.get(k)}
+    if not old:
+        _write_tree(self.dir / "config.yaml", config)
+    elif changed and new:
+        self.event("config_changed", changes=changed)
+        self.warn("config", f"configuration differs from the run's in: {', '.join(changed)}")
+    if not self.environment:
+        env = environment(seeds if seeds is not None else config.get("seed"))
+        env |= {} if parts is None else {"parts": plain(parts)}
+        _write_tree(self.dir / "environment.json", env)
+    self.mark(**{"name": name, "started": _now()} | self._status)
 
 # %% ../../nbs/lab/01_record.ipynb #6d9a7f25
 @patch(cls_method=True)
@@ -437,124 +555,6 @@ def create(
         run._mirror = _WandbMirror(wandb, args, run.warn)
         run.mark(wandb_id=getattr(run._mirror.run, "id", id))
     return run
-
-# %% ../../nbs/lab/01_record.ipynb #5bb8e91c
-def _free_folder(dir: Path, if_exists: str) -> Path:
-    "The directory, or a numbered one beside it if there is a run."
-    if is_run(dir) and if_exists == "raise":
-        raise FileExistsError(
-            f"{str(dir)!r} holds a run. To continue it: GRPO.load({str(dir)!r}), run.if_exists=resume, or Run.create(dir, "
-            "..., resume=True). For a run beside it: another directory, or if_exists=number."
-        )
-    taken = lambda path: is_run(path) or (path / "lock").exists()
-    return free_path(dir, taken) if if_exists == "number" else dir
-
-# %% ../../nbs/lab/01_record.ipynb #e442e656
-@patch
-def _describe(self: Run, config: dict, name: str, seeds: Any, parts: Any = None) -> None:
-    "Write configuration and environment where they are missing; say where the configuration is another one."
-    old, new = flat_keys(self.config), flat_keys(config)
-    changed = {k: [old.get(k), new.get(k)] for k in old | new if old.get(k) != new.get(k)}
-    if not old:
-        _write_tree(self.dir / "config.yaml", config)
-    elif changed and new:
-        self.event("config_changed", changes=changed)
-        self.warn("config", f"configuration differs from the run's in: {', '.join(changed)}")
-    if not self.environment:
-        env = environment(seeds if seeds is not None else config.get("seed"))
-        env |= {} if parts is None else {"parts": plain(parts)}
-        _write_tree(self.dir / "environment.json", env)
-    self.mark(**{"name": name, "started": _now()} | self._status)
-
-# %% ../../nbs/lab/01_record.ipynb #d6865fad
-@patch
-def log(
-    self: Run,
-    step: int,  # training step, larger than the last one logged
-    metrics: Mapping[str, Any],  # numbers by name; nested names are joined with "/"
-) -> None:
-    "Append the row of one step; NaN and infinity are written as null."
-    self._start()
-    row = _metric_row(step, metrics)
-    if self._last is not None and row["step"] <= self._last:
-        raise ValueError(
-            f"Step {row['step']} after step {self._last}: a step has one row. Log all its metrics together; when "
-            f"resuming, call run.truncate_after({row['step'] - 1}) first."
-        )
-    self._last = row["step"]
-    self._append("metrics", [row])
-    if time.monotonic() - self._status_at > self.status_every:
-        self.mark()
-    if self._mirror is not None:
-        self._mirror.log(row)
-    if self._board is not None:
-        self._board.log(row)
-
-# %% ../../nbs/lab/01_record.ipynb #deca60e6
-@patch
-def log_samples(
-    self: Run,
-    step: int,  # training step
-    rows: Sequence[Mapping] | Mapping[str, Sequence],  # group, prompt, completion, rewards, ...
-    max_rows: int = 32,  # samples stored
-) -> int:  # samples left out
-    "Append samples of a step, as many whole groups as fit and no more text than `max_chars`."
-    self._start()
-    rows, dropped = _sample_rows(step, rows, max_rows, self.max_chars)
-    self._append("samples", rows)
-    if self._mirror is not None:
-        self._mirror.log_samples(step, rows)
-    return dropped
-
-# %% ../../nbs/lab/01_record.ipynb #98f3bbf6
-@patch
-def event(self: Run, kind: str, **fields) -> None:
-    "Append an event (start, resume, warning, stop, ...) with the time and any plain data."
-    self._start()
-    told = hide_secrets(plain(fields, kind), known=self._secrets)
-    self._append("events", [{"time": _now(), "kind": kind} | told])
-
-# %% ../../nbs/lab/01_record.ipynb #89d38611
-@patch
-def warn(self: Run, key: str, message: str, **fields) -> None:
-    "Warn once for each key, and note it in the events."
-    if key not in self._warned:
-        self._warned.add(key)
-        self.event("warning", about=key, message=message, **fields)
-        warnings.warn(f"{self.name}: {message}", stacklevel=2)
-
-# %% ../../nbs/lab/01_record.ipynb #0fc310a6
-@patch
-def flush(self: Run) -> None:
-    "Write what waits, down to the disk; an OSError says which rows cannot be written."
-    for file in self._files.values():
-        file.write()
-        os.fsync(file.file.fileno())
-
-
-@patch
-def close(
-    self: Run,
-    state: str | None = None,  # finished, failed, interrupted or stopped; None: as it was marked
-) -> None:
-    "Write the final status, finish wandb, give the lock back; a second call does nothing."
-    if self._lock is None or not self._lock.is_locked:
-        return
-    if state is None:
-        state = self._status["state"]
-        if state == "running":  # nothing was logged: as it was found, which may be killed
-            was = self._came[1] if self._last == self._came[0] else None
-            state = {None: "finished", "running": "stopped"}.get(was, was)
-    if self._mirror is not None:
-        self._mirror.close(exit_code=int(state == "failed"))
-    if self._board is not None:
-        self._board.close()
-    self.event("close", state=state, step=self._last)
-    self.mark(state)
-    try:
-        self.flush()
-    finally:
-        self._finalizer()
 
 # %% ../../nbs/lab/01_record.ipynb #1871e2fd
 @patch
