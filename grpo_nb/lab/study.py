@@ -237,7 +237,7 @@ def certainty(self: Study, resamples: int = 2000, seed: int = 0) -> dict[str, fl
         runs = runs.assign(value=[str(x) for x in zip(*(runs[k] for k in self.tuned))])
         score_SV = sign * runs.pivot(index="seed", columns="value", values=metric)
         drawn = rng.integers(len(score_SV), size=(resamples, len(score_SV)))
-        means = score_SV.fillna(-np.inf).to_numpy()[drawn].mean(1)
+        means = score_SV.fillna(-np.inf).to_numpy()[drawn].mean(1).round(9)  # ties are ties
         best = score_SV.columns.get_loc(runs.loc[runs["chosen"], "value"].iloc[0])
         out[name] = float((means.argmax(1) == best).mean())
     return out
