@@ -490,11 +490,14 @@ def _step(c, policy, optimizer, row):
 # %% ../nbs/method/02_update.ipynb #42b8c66c
 def _check(c, policy, rollout, advantages, reference, generator):
     "Refuse data that does not fit together."
+    if not isinstance(c, UpdateConfig):
+        raise ValueError(f"config is an UpdateConfig, got {c!r:.60}.")
     n, s = rollout.mask_NS.shape
     if not n:
         raise ValueError("The rollout is empty: nothing to update on.")
-    if advantages.shape not in ((n,), (n, s)):
-        raise ValueError(f"advantages must be ({n},) or ({n}, {s}), got {tuple(advantages.shape)}.")
+    got = tuple(advantages.shape) if torch.is_tensor(advantages) else type(advantages).__name__
+    if got not in ((n,), (n, s)):
+        raise ValueError(f"advantages must be a tensor ({n},) or ({n}, {s}), got {got}.")
     if advantages.is_complex():
         raise ValueError(f"advantages are {advantages.dtype}: they must be real.")
     if n and (not s or "greedy" in rollout.info):
