@@ -244,13 +244,13 @@ class Lab:
 
     def whole(self, shots: Path, name: str) -> int:
         "Run everything; how many times a live picture was seen in a cell that was still running."
-        cells, seen = self.page.locator(".jp-Notebook .jp-CodeCell").count(), 0
         for _ in range(5):  # again where the notebook was not ready to hear it
             self.menu("Run", "Run All Cells")
             time.sleep(5)
             if any(c in self.prompt(0) for c in "*1"):
                 break
-        for i in range(cells):
+        seen = 0
+        for i in range(self.page.locator(".jp-Notebook .jp-CodeCell").count()):
             while not self.prompt(i).strip("[]: ").isdigit():
                 if self.errors():
                     raise AssertionError(f"{name}: {self.errors()}")
