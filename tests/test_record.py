@@ -116,7 +116,7 @@ def test_rows_that_a_full_disk_refused_are_written_when_they_can_be(tmp_path, fa
     if 98 in fails:  # to the end: that is told
         with pytest.raises(OSError, match="No space|bytes fitted"):
             run.close()
-        assert Run.create(tmp_path / "r", resume=True)._last is None  # and the lock is free
+        assert Run.create(tmp_path / "r", if_exists="resume")._last is None  # and the lock is free
         return
     run.close()
     both = [(tmp_path / d / "metrics.jsonl").read_bytes() for d in ("r", "whole")]
@@ -139,14 +139,14 @@ def test_a_run_killed_while_it_was_laid_out_is_completed(tmp_path):
                 write(*args)
             record.write_atomic = deadly
             if not (pid := os.fork()):
-                record.Run.create(f"{sys.argv[1]}/{n}", {"lr": 1.0}, name="mine", seeds=[3])
+                record.Run.create(f"{sys.argv[1]}/{n}", {"seed": 3}, name="mine")
             assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     """
     assert python(code, tmp_path).wait() == 0
     for n in range(1, 5):
-        with Run.create(tmp_path / str(n), {"lr": 1.0}, "mine", resume=True, seeds=[3]) as run:
+        with Run.create(tmp_path / str(n), {"seed": 3}, "mine", "resume") as run:
             run.log(1, {"x": 1})
-        assert run.config == {"lr": 1.0} and run.environment["seeds"] == [3]
+        assert run.config == {"seed": 3} and run.environment["seeds"] == 3
         assert (run.name, run.status["state"]) == ("mine", "finished") and run.status["started"]
 
 
@@ -155,7 +155,7 @@ def test_a_run_killed_while_it_was_laid_out_is_completed(tmp_path):
 def test_what_is_no_file_in_place_of_one_is_named(tmp_path, name, make):
     make(tmp_path / name)
     with pytest.raises(ValueError, match=f"{name} is no plain file, and a run has one there"):
-        Run.create(tmp_path, {"lr": 1.0}, resume=True)
+        Run.create(tmp_path, {"lr": 1.0}, if_exists="resume")
 
 
 def test_runs_that_begin_at_once_get_numbers_and_lost_files_are_said(tmp_path, monkeypatch):
@@ -175,7 +175,7 @@ def test_checkpoints_that_lead_into_another_run_are_left_alone(tmp_path):
     Run.create(tmp_path / "b").close()
     (tmp_path / "b/checkpoints").symlink_to(tmp_path / "a/checkpoints")
     with pytest.raises(ValueError, match="leads into another run"):
-        Run.create(tmp_path / "b", resume=True)
+        Run.create(tmp_path / "b", if_exists="resume")
 
 
 # --------------------------------------------------------------------------------- create and resume
@@ -184,7 +184,7 @@ def test_checkpoints_that_lead_into_another_run_are_left_alone(tmp_path):
 def test_resume_reports_what_changed_in_the_configuration(tmp_path):
     Run.create(tmp_path / "r", {"lr": 1.0, "loss": {"clip": 0.2}}).close()
     with pytest.warns(UserWarning, match="differs from the run's in: loss.clip"):
-        run = Run.create(tmp_path / "r", {"lr": 1.0, "loss": {"clip": 0.3}}, resume=True)
+        run = Run.create(tmp_path / "r", {"lr": 1.0, "loss": {"clip": 0.3}}, if_exists="resume")
     run.close()
     changed = run.events().set_index("kind").loc["config_changed", "changes"]
     assert changed == {"loss.clip": [0.2, 0.3]} and run.config["loss"]["clip"] == 0.2
@@ -258,7 +258,7 @@ def test_kill_while_writing(tmp_path, wait):
     with pytest.warns(UserWarning, match=r"left out 1 broken: line \d+ \(the last\)"):
         n = len(Run.open(tmp_path / "r").frame())
     assert n >= 20
-    with Run.create(tmp_path / "r", resume=True) as run:
+    with Run.create(tmp_path / "r", if_exists="resume") as run:
         run.log(n + 1, {"m0": 0.0})
     frame = run.frame()
     assert frame.step.tolist() == list(range(1, n + 2)) and not frame.attrs["broken_lines"]
@@ -273,7 +273,7 @@ def test_lock_goes_with_the_object(tmp_path):
     run = Run.create(tmp_path / "r")
     del run  # a notebook variable that was overwritten
     gc.collect()
-    with Run.create(tmp_path / "r", resume=True) as run:
+    with Run.create(tmp_path / "r", if_exists="resume") as run:
         assert run.events().kind.tolist() == ["start", "resume"]
 
 
@@ -283,7 +283,7 @@ def test_any_thread_writes_and_closes_a_run(tmp_path):
         run.log(1, {"x": 1})
         pool.submit(run.log, 2, {"x": 2}).result()
     run.close()
-    with Run.create(tmp_path / "r", resume=True) as run:
+    with Run.create(tmp_path / "r", if_exists="resume") as run:
         assert len(run.frame()) == 2 and run.events().kind.tolist()[-2:] == ["close", "resume"]
 
 
@@ -293,15 +293,15 @@ def test_threads_may_replace_one_file_at_once(tmp_path):
     assert len(set((tmp_path / "x").read_bytes())) == 1 and len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_place_that_is_no_folder_is_named(tmp_path, resume):
+@pytest.mark.parametrize("if_exists", ["raise", "resume"])
+def test_a_place_that_is_no_folder_is_named(tmp_path, if_exists):
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "link").symlink_to("later")
     for name in ("file", "file/run", "loop", "x" * 300):
         with pytest.raises(ValueError, match="^run.dir: .* (is no folder|cannot be made)"):
-            Run.create(tmp_path / name, resume=resume)
-    Run.create(tmp_path / "link", resume=resume).close()
+            Run.create(tmp_path / name, if_exists=if_exists)
+    Run.create(tmp_path / "link", if_exists=if_exists).close()
     assert (tmp_path / "later/status.json").exists()
 
 
@@ -323,7 +323,7 @@ def test_a_forked_child_does_not_release_the_lock(tmp_path):
     """
     child = python(code, tmp_path / "r", stdout=subprocess.PIPE, text=True)
     assert child.communicate()[0] == "held\n"
-    with Run.create(tmp_path / "r", resume=True) as run:  # released when the parent ended
+    with Run.create(tmp_path / "r", if_exists="resume") as run:  # released when the parent ended
         run.log(1, {})
 
 
@@ -360,7 +360,7 @@ def test_tensorboard_shows_each_step_once_also_after_a_resume(tmp_path, monkeypa
     with Run.create(tmp_path / "r", tensorboard=True) as run:
         for step in (1, 2, 3):
             run.log(step, {"reward": step / 4, "kl_old": [0.1, 0.2], "none": float("nan")})
-    with Run.create(tmp_path / "r", resume=True, tensorboard=True) as run:
+    with Run.create(tmp_path / "r", if_exists="resume", tensorboard=True) as run:
         run.truncate_after(2)
         run.log(3, {"reward": 9.0})
     shown = EventAccumulator(str(tmp_path / "r/tensorboard")).Reload()
@@ -379,8 +379,8 @@ def test_a_run_directory_holds_no_secret_and_no_person(tmp_path):
     code = """
         import sys
         from grpo_nb.lab.record import Run
-        config = {"judge": {"api_key": "k3y value"}, "url": "https://me:p4ssw0rd@host"}
-        with Run.create(sys.argv[1], config, "token=n4mevalue", wandb="offline", seeds={"pwd": "s33d"}) as run:
+        config = {"judge": {"api_key": "k3y value"}, "url": "https://me:p4ssw0rd@host", "seed": {"pwd": "s33d"}}
+        with Run.create(sys.argv[1], config, "token=n4mevalue", wandb="offline") as run:
             run.log(1, {"reward": 1.0})
             run.log_samples(1, [dict(group=0, prompt="p", completion="<b>", reward=1.0)])
             run.warn("judge", "401: key k3y value refused", tried=["--token", "fl4gvalue"])

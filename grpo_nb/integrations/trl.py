@@ -340,7 +340,8 @@ def train(self: GRPOTrainer, resume_from_checkpoint=None, *args, **kwargs):
         if self._record is not None and self.accelerator.is_main_process:
             ours = {"advantage": self._advantage, "filter_groups": self._filter}
             told = self.args.to_dict() | ours | {"update": {"kl_stop": self._kl_stop}}
-            run = Run.create(self._record, told, resume=bool(resume_from_checkpoint))
+            again = "resume" if resume_from_checkpoint else "raise"
+            run = Run.create(self._record, told, if_exists=again)
             self._run = stack.enter_context(run)
             stack.callback(self._write_row)
         return super(GRPOTrainer, self).train(resume_from_checkpoint, *args, **kwargs)

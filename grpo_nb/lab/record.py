@@ -17,8 +17,7 @@ import subprocess
 import sys
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -109,8 +108,8 @@ class Run:
 
     def __init__(self, dir: str | Path):
         self.dir = Path(dir)
-        self._lock = self._mirror = self._board = self._last = None
-        self._files, self._warned, self._secrets = {}, set(), []
+        self._lock = self._last = None
+        self._files, self._mirrors, self._warned, self._secrets = {}, [], set(), []
         self._status, self._status_at = {}, 0.0
         for path in self.dir.glob("*"):
             ours = path.suffix in (".json", ".jsonl", ".yaml") or path.name == "lock"
@@ -242,63 +241,42 @@ def _scalars(row: Mapping) -> dict:
     return {k: v for k, v in row.items() if k not in lists} | flat
 
 
-class _WandbMirror:
-    "Sends what a run logs to wandb as well; any failure turns it off and is reported once."
+class _Wandb:
+    "What wandb shows of a run."
 
-    def __init__(self, asked: str | dict, args: dict, warn: Callable[[str, str], Any]):
-        if isinstance(asked, str):
-            asked = {"mode": one_of("wandb", asked, ("offline", "online"))}
-        mode = os.environ.get("WANDB_MODE") or asked.get("mode", "online")
-        self.run, self.warn = None, warn
-        with self.guard("start"):
-            import wandb
+    def __init__(self, mode: str):
+        one_of("wandb", mode, ("offline", "online"))
+        self.mode = os.environ.get("WANDB_MODE") or mode
 
-            how = {"console": "off"} | ({"silent": True} if mode != "online" else {})
-            # the command line, the user and the address of the repository stay here
-            how |= {"x_disable_meta": True, "x_disable_machine_info": True, "disable_git": True}
-            args = {"project": "grpo_nb", "settings": wandb.Settings(**how)} | args
-            self.run = wandb.init(**args | asked | {"mode": mode})
-            # the step is a metric of its own: wandb's own counter cannot go back when a run resumes
-            self.run.define_metric("*", step_metric="step")
+    def start(self, run: "Run", config: Mapping) -> None:
+        import wandb
 
-    @contextlib.contextmanager
-    def guard(self, what: str):
-        "Report what goes wrong inside, and stop mirroring."
-        try:
-            yield
-        except Exception as e:
-            self.run = None
-            text = f"wandb could not {what} ({type(e).__name__}: {e}); going on without it"
-            self.warn("wandb", f"{text}, the run directory has everything.")
+        how = {"console": "off"} | ({"silent": True} if self.mode != "online" else {})
+        # the command line, the user and the address of the repository stay here
+        how |= {"x_disable_meta": True, "x_disable_machine_info": True, "disable_git": True}
+        args = {"project": "grpo_nb", "dir": str(run.dir), "name": run.name, "config": config}
+        if id := run.status.get("wandb_id"):
+            args |= {"id": id, "resume": "allow"}
+        self.run = wandb.init(**args, mode=self.mode, settings=wandb.Settings(**how))
+        # the step is a metric of its own: wandb's own counter cannot go back when a run resumes
+        self.run.define_metric("*", step_metric="step")
+        run.mark(wandb_id=self.run.id)
 
-# %% ../../nbs/lab/01_record.ipynb #d09824a6
-@patch
-def log(self: _WandbMirror, row: Mapping) -> None:
-    if self.run is not None:
-        with self.guard("log"):
-            self.run.log(_scalars(row))
+    def log(self, row: Mapping) -> None:
+        self.run.log(_scalars(row))
 
+    def log_samples(self, step: int, rows: Sequence[Mapping]) -> None:
+        import wandb
 
-@patch
-def log_samples(self: _WandbMirror, step: int, rows: Sequence[Mapping]) -> None:
-    if self.run is not None and rows:
         columns = list(dict.fromkeys(k for r in rows for k in r))
         data = [[r.get(c) for c in columns] for r in rows]
-        with self.guard("log samples"):
-            import wandb
+        self.run.log({"step": step, "samples": wandb.Table(columns=columns, data=data)})
 
-            self.run.log({"step": step, "samples": wandb.Table(columns=columns, data=data)})
-
-
-@patch
-def close(self: _WandbMirror, exit_code: int) -> None:
-    if self.run is not None:
-        with self.guard("finish"):
-            self.run.finish(exit_code=exit_code)
-        self.run = None
+    def close(self, failed: bool) -> None:
+        self.run.finish(exit_code=int(failed))
 
 # %% ../../nbs/lab/01_record.ipynb #d4b0e332
-class _Board:
+class _TensorBoard:
     "What TensorBoard shows of a run."
 
     def __init__(self):
@@ -308,7 +286,10 @@ class _Board:
             raise ValueError(
                 "run.tensorboard needs the package tensorboard: pip install tensorboard, or set it to false."
             ) from None
-        self.open, self.writer, self.dir = SummaryWriter, None, None
+        self.open, self.writer = SummaryWriter, None
+
+    def start(self, run: "Run", config: Mapping) -> None:
+        self.dir = run.dir / "tensorboard"
 
     def log(self, row: Mapping) -> None:
         if self.writer is None:
@@ -317,17 +298,14 @@ class _Board:
             if value is not None and name != "step":
                 self.writer.add_scalar(name, value, row["step"])
 
-    def close(self) -> None:
+    def log_samples(self, step: int, rows: Sequence[Mapping]) -> None:
+        "It has no tables."
+
+    def close(self, failed: bool) -> None:
         if self.writer is not None:
             self.writer.close()
 
 # %% ../../nbs/lab/01_record.ipynb #0ea51b4d
-def _close_files(files: dict, lock: Lock) -> None:
-    for f in files.values():
-        f.close()
-    lock.release()
-
-
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -377,8 +355,6 @@ def _start(self: Run, new: bool = False) -> None:
     lock = Lock(self.dir / "lock")
     lock.acquire()
     self._lock, self._status = lock, self.status
-    # closes files and lock at the latest when the object or the process goes away
-    self._finalizer = weakref.finalize(self, _close_files, self._files, lock)
     for name in ("metrics", "samples", "events"):
         self._files[name] = Appender(self.dir / f"{name}.jsonl")
     self._last = (self._files["metrics"].last or {}).get("step")
@@ -399,6 +375,19 @@ def warn(self: Run, key: str, message: str, **fields) -> None:
         self.event("warning", about=key, message=message, **fields)
         warnings.warn(f"{self.name}: {message}", stacklevel=2)
 
+
+@patch
+def _show(self: Run, moment: str, *what) -> None:
+    "Tell the mirrors; one that fails is reported once and left out from then on."
+    for mirror in [*self._mirrors]:
+        try:
+            getattr(mirror, moment)(*what)
+        except Exception as e:
+            self._mirrors.remove(mirror)
+            name = type(mirror).__name__.removeprefix("_").lower()
+            said = f"{name} could not {moment} ({type(e).__name__}: {e}); going on without it"
+            self.warn(name, f"{said}, the run directory has everything.")
+
 # %% ../../nbs/lab/01_record.ipynb #d6865fad
 @patch
 def log(
@@ -418,10 +407,7 @@ def log(
     self._append("metrics", [row])
     if time.monotonic() - self._status_at > self.status_every:
         self.mark()
-    if self._mirror is not None:
-        self._mirror.log(row)
-    if self._board is not None:
-        self._board.log(row)
+    self._show("log", row)
 
 # %% ../../nbs/lab/01_record.ipynb #deca60e6
 @patch
@@ -435,8 +421,7 @@ def log_samples(
     self._start()
     rows, dropped = _sample_rows(step, rows, max_rows, self.max_chars)
     self._append("samples", rows)
-    if self._mirror is not None:
-        self._mirror.log_samples(step, rows)
+    self._show("log_samples", step, rows)
     return dropped
 
 # %% ../../nbs/lab/01_record.ipynb #0fc310a6
@@ -453,7 +438,7 @@ def close(
     self: Run,
     state: str | None = None,  # finished, failed, interrupted or stopped; None: as it was marked
 ) -> None:
-    "Write the final status, finish wandb, give the lock back; a second call does nothing."
+    "Write the final status, finish the mirrors, give the lock back; a second call does nothing."
     if self._lock is None or not self._lock.is_locked:
         return
     if state is None:
@@ -461,16 +446,15 @@ def close(
         if state == "running":  # nothing was logged: as it was found, which may be killed
             was = self._came[1] if self._last == self._came[0] else None
             state = {None: "finished", "running": "stopped"}.get(was, was)
-    if self._mirror is not None:
-        self._mirror.close(exit_code=int(state == "failed"))
-    if self._board is not None:
-        self._board.close()
+    self._show("close", state == "failed")
     self.event("close", state=state, step=self._last)
     self.mark(state)
     try:
         self.flush()
     finally:
-        self._finalizer()
+        for file in self._files.values():
+            file.close()
+        self._lock.release()
 
 # %% ../../nbs/lab/01_record.ipynb #961f230e
 @patch
@@ -491,15 +475,15 @@ def _free_folder(dir: Path, if_exists: str) -> Path:
     "The directory, or a numbered one beside it if there is a run."
     if is_run(dir) and if_exists == "raise":
         raise FileExistsError(
-            f"{str(dir)!r} holds a run. To continue it: GRPO.load({str(dir)!r}), run.if_exists=resume, or Run.create(dir, "
-            "..., resume=True). For a run beside it: another directory, or if_exists=number."
+            f"{str(dir)!r} holds a run. To continue it: GRPO.load({str(dir)!r}) or run.if_exists=resume; for a run beside it: "
+            "run.if_exists=number, or another run.dir."
         )
     taken = lambda path: is_run(path) or (path / "lock").exists()
     return free_path(dir, taken) if if_exists == "number" else dir
 
 # %% ../../nbs/lab/01_record.ipynb #e442e656
 @patch
-def _describe(self: Run, config: dict, name: str, seeds: Any, parts: Any = None) -> None:
+def _describe(self: Run, config: dict, name: str, parts: Any) -> None:
     "Write configuration and environment where they are missing; say where the configuration is another one."
     old, new = flat_keys(self.config), flat_keys(config)
     changed = {k: [old.get(k), new.get(k)] for k in old | new if old.get(k) != new.get(k)}
@@ -509,8 +493,7 @@ def _describe(self: Run, config: dict, name: str, seeds: Any, parts: Any = None)
         self.event("config_changed", changes=changed)
         self.warn("config", f"configuration differs from the run's in: {', '.join(changed)}")
     if not self.environment:
-        env = environment(seeds if seeds is not None else config.get("seed"))
-        env |= {} if parts is None else {"parts": plain(parts)}
+        env = environment(config.get("seed")) | parts
         _write_tree(self.dir / "environment.json", env)
     self.mark(**{"name": name, "started": _now()} | self._status)
 
@@ -521,39 +504,30 @@ def create(
     dir: str | Path,  # the run directory
     config: Any = None,  # mapping or dataclass, stored resolved and without secrets
     name: str | None = None,  # shown name; default the directory's
-    resume: bool = False,  # continue the run if there is one
-    wandb: str | dict | None = None,  # "offline", "online" or arguments of wandb.init
+    if_exists: str = "raise",  # if there is a run: raise, resume, or number (take dir-2, dir-3, ...)
+    wandb: str | None = None,  # offline or online: mirror there
     tensorboard: bool = False,  # event files in the folder `tensorboard`, by torch's SummaryWriter
-    if_exists: str = "raise",  # or "number": take dir-2, dir-3, ...
-    seeds: Any = None,  # stored in environment.json
-    parts: Any = None,  # what is trained on what, also stored there
+    parts: Any = None,  # what is trained on what, stored in environment.json
 ) -> Run:
-    "A new run, or with `resume` the one that is there."
-    one_of("if_exists", if_exists, ("raise", "number"))
+    "A new run, or the one that is there to go on with."
+    one_of("if_exists", if_exists, ("raise", "resume", "number"))
     writable("run.dir", dir, make=False)
-    board = _Board() if tensorboard else None
+    mirrors = [_Wandb(wandb)] if wandb else []
+    mirrors += [_TensorBoard()] if tensorboard else []
     dir, given = Path(dir), plain({} if config is None else config)
-    config = hide_secrets(given)
-    if not isinstance(config, dict):
-        raise ValueError(f"A configuration is a mapping or a dataclass, got {config!r}.")
-    again = resume and is_run(dir)
-    numbered, run = not again and if_exists == "number", None
+    if not isinstance(given, dict):
+        raise ValueError(f"A configuration is a mapping or a dataclass, got {given!r}.")
+    config, parts = hide_secrets(given), {} if parts is None else {"parts": plain(parts)}
+    numbered, run = if_exists == "number", None
     while run is None or run._lock is None:
-        run = cls(dir if again else _free_folder(dir, if_exists))
+        run = cls(_free_folder(dir, if_exists))
         run._secrets = secret_texts(given)
         writable("run.dir", run.dir)
         with contextlib.suppress(*[RunLocked] * numbered):  # another has just begun there
-            run._start(new=not again)
-    run._describe(config, name or run.dir.name, seeds, parts)
-    if board is not None:
-        run._board, board.dir = board, run.dir / "tensorboard"
-    if wandb:
-        told = config | ({} if parts is None else {"parts": plain(parts)})
-        args = dict(dir=str(run.dir), name=run.name, config=told)
-        if id := run._status.get("wandb_id"):
-            args |= {"id": id, "resume": "allow"}
-        run._mirror = _WandbMirror(wandb, args, run.warn)
-        run.mark(wandb_id=getattr(run._mirror.run, "id", id))
+            run._start(new=not is_run(run.dir))
+    run._describe(config, name or run.dir.name, parts)
+    run._mirrors = mirrors
+    run._show("start", run, config | parts)
     return run
 
 # %% ../../nbs/lab/01_record.ipynb #1871e2fd

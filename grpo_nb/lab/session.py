@@ -39,7 +39,7 @@ from grpo_nb.lab.checkpoint import (
 )
 from .frames import whole_groups
 from .progress import Progress
-from .record import _Board, Run, is_run, is_timing
+from .record import _TensorBoard, Run, is_run, is_timing
 from ..metrics import History
 from ..processes import PeerError, ProcessLost, of_first, place, say
 from ..stream import fingerprint
@@ -64,7 +64,7 @@ class RunConfig:
         if self.dir == "":
             raise ValueError("run.dir is empty: name a folder, or null for no record.")
         if self.tensorboard:
-            _Board()  # it says what is missing
+            _TensorBoard()  # it says what is missing
 
 # %% ../../nbs/lab/02_session.ipynb #def88f8f
 @configuration
@@ -520,12 +520,6 @@ def open_run(self: GRPO):
 
 def _locked_run(trainer: GRPO, c: RunConfig, folder: str, again: bool) -> Run:
     "The run in a folder, new or gone on with; it has the lock: from here on nobody else writes."
-    if is_run(folder) and not again and c.if_exists == "raise":
-        goes_on = "" if trainer.step_done else " or run.if_exists=resume"
-        raise FileExistsError(
-            f"{str(folder)!r} holds a run. To continue it: GRPO.load({str(folder)!r}){goes_on}; for a run beside it: "
-            "run.if_exists=number, or another run.dir."
-        )
     tree = described(trainer)
     if again:  # how the record is kept is no part of what is compared
         tree["run"] = Run.open(folder).config.get("run", tree.get("run"))
@@ -533,12 +527,10 @@ def _locked_run(trainer: GRPO, c: RunConfig, folder: str, again: bool) -> Run:
         folder,
         tree,
         c.name,
-        resume=again,
-        wandb=c.wandb,
-        tensorboard=c.tensorboard,
-        if_exists="raise" if c.if_exists == "resume" else c.if_exists,
-        seeds=trainer.config.seed,
-        parts=part_facts(trainer),
+        "resume" if again else c.if_exists,
+        c.wandb,
+        c.tensorboard,
+        part_facts(trainer),
     )
 
 
