@@ -11,10 +11,11 @@ from grpo_nb.core import group_stats
 from grpo_nb.filter_groups import FilterGroupsConfig, decide
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.record import Run
+from grpo_nb.optimizer import learning_rate
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.stream import TaskStream
 from grpo_nb.tasks import Taskset, data_path
-from grpo_nb.trainer import GRPO, learning_rate
+from grpo_nb.trainer import GRPO
 from grpo_nb.verifiers import exact_answer
 
 RIGHT = exact_answer(extract="marker", marker="</think>")

@@ -84,6 +84,8 @@ def _seed_list(name: str, seeds: int | Iterable[int]) -> list[int]:
 class Spec:
     "What a study asks, checked."
 
+    elsewhere = {"steps": "budget=Steps(n)"}  # what a misplaced key is called here
+
     variants: dict[str, dict[str, Any]]  # name: keys that it sets
     base: Any = None  # recipe path, tree or GRPOConfig that the variants change
     seeds: Any = 5  # a number of seeds, or a list of them

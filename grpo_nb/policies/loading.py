@@ -63,7 +63,7 @@ def _find_device(
         torch.zeros(1, device=name).tolist()
         return torch.device(name)
     except (AssertionError, RuntimeError) as e:
-        about = str(e).split("\n")[0].split(". ")[0]
+        about = str(e).split("\n")[0].split(". ")[0].split("Expected one of")[0] or "unknown"
         raise ValueError(f"device={str(name)!r} cannot be used here ({about}). Use cpu.") from None
 
 # %% ../../nbs/method/02_policies.loading.ipynb #7e95032f
