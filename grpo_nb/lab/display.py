@@ -55,7 +55,7 @@ class _Live:
         self.live = LivePlot(draw, every=2.0) if shown else None
 
     def on_step_end(self, trainer: GRPO, row: Mapping):
-        if getattr(self, "live", None) and trainer.session.fitting and len(trainer.history) > 1:
+        if getattr(self, "live", None) and len(trainer.history) > 1:
             self.live.update()
 
     def on_fit_end(self, trainer: GRPO):

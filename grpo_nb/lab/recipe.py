@@ -24,7 +24,6 @@ from fastcore.basics import patch
 from .. import verifiers  # noqa: F401 (their names are in REWARDS)
 from grpo_nb.config import (
     Count,
-    _with_key,
     Natural,
     Positive,
     build_config,
@@ -47,6 +46,7 @@ from .record import is_run
 from grpo_nb.lab.session import (
     CheckpointConfig,
     RunConfig,
+    _named_config,
     described,
     functions_in,
     part_facts,
@@ -456,9 +456,7 @@ def _at(tree: Any, key: str) -> Any:
 
 def _refuse_dead_keys(trainer: GRPO) -> None:
     "Every key that somebody has set has an effect, or is refused or told."
-    asked, ran = config_tree(trainer.config), described(trainer)
-    for key, name in functions_in(trainer.config).items():
-        asked = _with_key(asked, key.split("."), f"<passed: {name}>")
+    asked, ran = _named_config(trainer.config), described(trainer)
     given = [k for k in given_keys(trainer.config) if _at(asked, k) not in (None, _at(ran, k))]
     replaced = [k for k in given if k.startswith(_SOURCES)]
     for key in given:
