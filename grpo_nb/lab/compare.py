@@ -174,7 +174,7 @@ def _live_curves(spec: Spec, jobs: Sequence[Job]):
         return Study(spec.tree(), _runs_so_far(jobs)).plot("rollouts", "reward", ax=ax)
 
     def watch():
-        live = LivePlot(draw, every=2.0)
+        live = LivePlot(draw)
         while not over.wait(2.0):
             if _runs_so_far(jobs):
                 live.update()

@@ -52,7 +52,7 @@ class _Live:
     def on_fit_start(self, trainer: GRPO):
         shown = trainer.session.setting("run").progress and display_mode() == "notebook"
         draw = lambda: plot_run(trainer.frame(), self.panels)
-        self.live = LivePlot(draw, every=2.0) if shown else None
+        self.live = LivePlot(draw) if shown else None
 
     def on_step_end(self, trainer: GRPO, row: Mapping):
         if getattr(self, "live", None) and len(trainer.history) > 1:

@@ -13,7 +13,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +104,7 @@ class Panel:
     ylabel: str  # with the unit
     lines: dict[str, Any]  # label -> (rows,) values
     bands: dict[str, Any] = field(default_factory=dict)  # label -> half width around its line
-    levels: dict[str, float] = field(default_factory=dict)  # label -> horizontal line
+    limit: float | None = None  # horizontal line at which training stops
     stacked: bool = False  # lines are parts of a whole
     ylim: tuple = (None, None)
     log: bool = False  # logarithmic y where positive values span more than a factor of 20
@@ -116,43 +116,35 @@ PANELS = Registry("panel")
 # %% ../../nbs/lab/02_plots.ipynb #2e2d660c
 def _draw_panel(ax, panel: Panel, x, smooth: int | None = None) -> None:
     "Draw a panel into axes."
-    x = np.asarray(x, float)
-    values = np.array([np.asarray(y, float) for y in panel.lines.values()])
+    x, lines = np.asarray(x, float), {k: np.asarray(y, float) for k, y in panel.lines.items()}
+    values = np.array([*lines.values()])
     if panel.stacked:
         good = np.isfinite(x) & np.isfinite(values).all(0)
-        names = map(label_of, panel.lines)
+        names = map(label_of, lines)
         ax.stackplot(x[good], *values[:, good], labels=names, colors=COLORS, alpha=0.7, lw=0)
-    else:
-        _draw_lines(ax, panel, x, values, smooth)
-    for label, level in panel.levels.items():
-        ax.axhline(level, color="0.3", ls=":", lw=0.9, label=label)
+    for i, (label, y) in enumerate(lines.items() if not panel.stacked else ()):
+        _draw_line(ax, x, y, label, COLORS[i % len(COLORS)], smooth)
+        if label in panel.bands:
+            y, half = _smoothed(y, smooth or 1), np.asarray(panel.bands[label], float)
+            ax.fill_between(x, y - half, y + half, color=COLORS[i % len(COLORS)], alpha=0.12, lw=0)
+    if panel.limit:
+        ax.axhline(panel.limit, color="0.3", ls=":", lw=0.9, label="stop")
     values = values[np.isfinite(values)]
     if panel.log and len(values) and 0 < 20 * values.min() < values.max():
         ax.set_yscale("log")
     else:
         ax.set_ylim(*panel.ylim)
     ax.set_ylabel(panel.ylabel, fontsize=9)
-    if len(panel.lines) + len(panel.levels) > 1:
+    if len(lines) > 1 or panel.limit:
         ax.legend(fontsize=9, handlelength=1.2, frameon=panel.stacked, edgecolor="none")
     ax.text(0.02, 0.95, panel.note, transform=ax.transAxes, va="top", **_QUIET)
 
-
-def _draw_lines(ax, panel: Panel, x, values, smooth: int | None) -> None:
-    for i, (label, y) in enumerate(zip(panel.lines, values)):
-        color = COLORS[i % len(COLORS)]
-        _draw_line(ax, x, y, label, color, smooth)
-        if label in panel.bands:
-            y, half = _smoothed(y, smooth or 1), np.asarray(panel.bands[label], float)
-            ax.fill_between(x, y - half, y + half, color=color, alpha=0.12, lw=0)
-
 # %% ../../nbs/lab/02_plots.ipynb #59c2bca9
 def _logged(frame, metrics: Mapping[str, str] | str) -> dict[str, np.ndarray]:
-    "Those of the metrics that were logged, by label."
+    "Those of the metrics that were logged, by label; of several names of one label the first."
     if isinstance(metrics, str):
-        pattern = re.compile(metrics)
         names = sorted(frame, key=lambda c: (len(c), c))
-        metrics = {c: pattern.fullmatch(c)[1] for c in names if pattern.fullmatch(c)}
-        metrics = metrics or {pattern.pattern: ""}
+        metrics = {c: m[1] for c in names if (m := re.fullmatch(metrics, c))} or {metrics: ""}
     out = {}
     for name, label in metrics.items():
         if label not in out and (x := column(frame, name)) is not None:
@@ -162,9 +154,21 @@ def _logged(frame, metrics: Mapping[str, str] | str) -> dict[str, np.ndarray]:
     return out
 
 # %% ../../nbs/lab/02_plots.ipynb #2273cf12
-def _register_lines(name: str, ylabel: str, metrics: Mapping[str, str] | str, **look) -> None:
+def _register_lines(
+    name: str,
+    ylabel: str,
+    metrics: Mapping[str, str] | str,
+    flat: str = "",  # remark where all lines are practically 0
+    **look,  # fields of `Panel`
+) -> None:
     "A panel that draws lines of metrics."
-    PANELS.register(name)(lambda frame: Panel(ylabel, _logged(frame, metrics), **look))
+
+    def panel(frame) -> Panel:
+        lines = _logged(frame, metrics)
+        zero = all(np.nanmax(np.abs(y)) < 1e-3 for y in lines.values())
+        return Panel(ylabel, lines, note=flat if zero else "", **look)
+
+    PANELS.register(name)(panel)
 
 
 _FROM_ZERO = {"ylim": (0, None)}
@@ -182,8 +186,9 @@ def _reward(frame) -> Panel:
     return Panel("reward", lines, {k: x for k, x in stds.items() if x is not None})
 
 
+_FAULTS = r"reward/(.+/(?:n_error|n_timeout|n_none))"
 _register_lines("pass_at_k", "pass@k", r"eval_(.*pass@\d+)", **_SHARE)
-_register_lines("reward_faults", "samples per step", r"reward/(.+/(?:n_error|n_timeout|n_none))")
+_register_lines("reward_faults", "samples per step", _FAULTS)
 
 # %% ../../nbs/lab/02_plots.ipynb #1dacff14
 @PANELS.register("dead_groups")
@@ -207,52 +212,30 @@ _register_lines("selection", "share", r"sel/(.*(?:valid_ratio|pass_rate_mean))",
 
 # %% ../../nbs/lab/02_plots.ipynb #24b32b05
 _CLIP = {"clip_ratio/low_mean": "low", "upd/clip_low": "low", "clip_ratio/high_mean": "high"}
-_CLIP |= {
-    "upd/clip_high": "high",
-    "clip_ratio/region_mean": "either",
-    "clip_ratio/dual_mean": "dual",
-}
-
-
-@PANELS.register("clip")
-def _clip(frame) -> Panel:
-    lines = _logged(frame, _CLIP)
-    flat = not any(np.nan_to_num(y).any() for y in lines.values())
-    note = "all 0, as it is with one update per rollout" if flat else ""
-    return Panel("clipped (share)", lines, note=note, **_FROM_ZERO)
+_CLIP |= {"upd/clip_high": "high", "clip_ratio/region_mean": "either"}
+_CLIP |= {"clip_ratio/dual_mean": "dual"}
+_NO_CLIP = "all 0, as it is with one update per rollout"
+_register_lines("clip", "clipped (share)", _CLIP, _NO_CLIP, **_FROM_ZERO)
 
 # %% ../../nbs/lab/02_plots.ipynb #c507a5e5
 @PANELS.register("kl_old")
 def _kl_old(frame) -> Panel:
-    limit = frame.attrs.get("kl_limit")
     lines = {"KL to old": need(frame, *KL_OLD, how="max")}  # the largest of the inner epochs
-    return Panel("KL to old (nats)", lines, levels={"stop": limit} if limit else {}, **_FROM_ZERO)
+    return Panel("KL to old (nats)", lines, limit=frame.attrs.get("kl_limit"), **_FROM_ZERO)
 
 # %% ../../nbs/lab/02_plots.ipynb #ff099255
 _SAMPLER = {f"sampling/sampling_logp_difference/{k}": k for k in ("mean", "max")}
 _SAMPLER |= {"upd/first_logp_diff": "first update"}
 _RATIO = r"(?:upd/ratio_|ratio/)(mean|min|max|q05|q95)"
+_KL_REF = {"kl": "KL", "upd/kl_ref": "KL"}
+_LOSS = {"loss": "loss", "policy_loss": "loss"}
+_NO_LOSS = "near 0 is normal: see the gradient norm"
 _register_lines("ratio", "ratio new / old", _RATIO, log=True)
-_register_lines("kl_ref", "KL to reference (nats)", {"kl": "KL", "upd/kl_ref": "KL"}, **_FROM_ZERO)
+_register_lines("kl_ref", "KL to reference (nats)", _KL_REF, **_FROM_ZERO)
 _register_lines("sampler", "sampler vs trainer (nats)", _SAMPLER)
 _register_lines("entropy", "entropy (nats)", {"entropy": "entropy"})
-
-# %% ../../nbs/lab/02_plots.ipynb #36cdd2b3
-@PANELS.register("grad_norm")
-def _grad_norm(frame) -> Panel:
-    x = need(frame, "grad_norm")
-    zero = np.mean(x[np.isfinite(x)] == 0)
-    note = f"{zero:.0%} of steps are 0" if zero else ""
-    return Panel("gradient norm", {"norm": x}, log=True, note=note)
-
-# %% ../../nbs/lab/02_plots.ipynb #c47abf07
-@PANELS.register("loss")
-def _loss(frame) -> Panel:
-    x = need(frame, "loss", "policy_loss")
-    flat = np.nanmax(np.abs(x)) < 1e-3
-    return Panel(
-        "loss", {"loss": x}, note="near 0 is normal: see the gradient norm" if flat else ""
-    )
+_register_lines("grad_norm", "gradient norm", {"grad_norm": "norm"}, log=True)
+_register_lines("loss", "loss", _LOSS, _NO_LOSS)
 
 # %% ../../nbs/lab/02_plots.ipynb #1b5b4373
 _LENGTH = r"completions/(mean|mean_terminated|min|max)_length"
@@ -311,8 +294,7 @@ def plot_run(
         if i >= len(drawn) - 2:
             ax.set_xlabel(x.replace("_", " "), fontsize=9)
     if not drawn:
-        axes[0].axis("off")
-        axes[0].text(0.5, 0.5, "nothing to plot", ha="center", **_QUIET)
+        _say_empty(axes[0])
     _name_left_out(fig, "no data for: " + ", ".join(left_out), left_out)
     return fig
 
@@ -325,6 +307,10 @@ def _name_left_out(fig, text: str, left_out: dict[str, str]) -> None:
     if left_out:
         lines = textwrap.fill(label_of(text), int(14 * fig.get_figwidth()))
         fig.supxlabel(lines, x=0.01, ha="left", **_QUIET)
+
+
+def _say_empty(ax) -> None:
+    ax.text(0.5, 0.5, "nothing to plot", transform=ax.transAxes, ha="center", **_QUIET)
 
 # %% ../../nbs/lab/02_plots.ipynb #28fa4a1a
 def show_in_cell(fig):
@@ -364,7 +350,13 @@ def plot_runs(
             left_out[name] = str(e)
     text = "; ".join(f"{k}: {v}" for k, v in left_out.items())
     _name_left_out(fig, f"left out: {text}", left_out)
-    return _finish(ax, x.replace("_", " "), y, not ax.lines)
+    ax.set_xlabel(label_of(x.replace("_", " ")), fontsize=9)
+    ax.set_ylabel(label_of(y), fontsize=9)
+    if ax.lines:
+        ax.legend(fontsize=9, frameon=False)
+    else:
+        _say_empty(ax)
+    return fig
 
 # %% ../../nbs/lab/02_plots.ipynb #0106f898
 def _named(runs) -> Mapping[str, Any]:
@@ -372,56 +364,38 @@ def _named(runs) -> Mapping[str, Any]:
     if isinstance(runs, Mapping):
         return runs
     found = {}
-    for run in [runs] if isinstance(runs, str | Run) or hasattr(runs, "columns") else runs:
-        frame = frame_of(run)
+    for frame in map(frame_of, [runs] if isinstance(runs, str | Run) else runs):
         name = str(frame.attrs.get("run", "run"))
         found[f"{name} {len(found) + 1}" if name in found else name] = frame
     return found
 
-# %% ../../nbs/lab/02_plots.ipynb #8d33690d
-def _finish(ax, xlabel: str, ylabel: str, empty: bool = False):
-    "Labels and legend, or a word where there is nothing to show."
-    ax.set_xlabel(label_of(xlabel), fontsize=9)
-    ax.set_ylabel(label_of(ylabel), fontsize=9)
-    if empty:
-        ax.text(0.5, 0.5, "nothing to plot", transform=ax.transAxes, ha="center", **_QUIET)
-    elif ax.lines:
-        ax.legend(fontsize=9, frameon=False)
-    return ax.figure
-
 # %% ../../nbs/lab/02_plots.ipynb #39a5ee68
 class LivePlot:
-    "Redraws the plot of a run in place, in a notebook."
+    "Redraws a picture in place, in a notebook."
 
     def __init__(
         self,
-        run,  # as `plot_run` takes it, or a function that draws a figure
-        every: float = 5.0,  # least seconds between two drawings
-        panels: Sequence[str] | None = None,
+        draw: Callable,  # () -> figure
+        every: float = 2.0,  # least seconds between two drawings
     ):
-        self.run, self.every, self.panels = run, every, panels
+        self.draw, self.every = draw, every
         self.handle, self.due = None, 0.0
 
-    def update(
-        self,
-        last: bool = False,  # draw in any case
-    ) -> bool:  # whether it was drawn
-        "Redraw if it is time."
+    def update(self, last: bool = False) -> None:
+        "Redraw if it is time, the last time in any case; it takes a twentieth of the time at most."
         begin = time.monotonic()
         if self.due == math.inf or begin < self.due and not last:
-            return False
+            return
         try:
             from IPython.display import display
 
-            figure = self.run() if callable(self.run) else plot_run(self.run, self.panels)
+            figure = self.draw()
             if self.handle is None:
                 self.handle = display(figure, display_id=True)
             else:
                 self.handle.update(figure)
+            end = time.monotonic()
+            self.due = end + max(self.every, 20 * (end - begin))
         except Exception as e:
             self.due = math.inf
             warnings.warn(f"the live plot stopped: {type(e).__name__}: {e}", stacklevel=2)
-            return False
-        end = time.monotonic()
-        self.due = end + max(self.every, 20 * (end - begin))
-        return True
