@@ -364,7 +364,9 @@ def _named(runs) -> Mapping[str, Any]:
     if isinstance(runs, Mapping):
         return runs
     found = {}
-    for frame in map(frame_of, [runs] if isinstance(runs, str | Run) else runs):
+    for frame in map(
+        frame_of, [runs] if isinstance(runs, str | Run) or hasattr(runs, "columns") else runs
+    ):
         name = str(frame.attrs.get("run", "run"))
         found[f"{name} {len(found) + 1}" if name in found else name] = frame
     return found

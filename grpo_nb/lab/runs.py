@@ -44,7 +44,6 @@ from .frames import flat_keys
 from .recipe import GRPOConfig, open_rewards
 from .record import _read_tree
 from ..metrics import COUNTERS
-from .log_importers import OURS
 from .session import CheckpointConfig
 from .study import MEAN, check_metric
 from ..advantages import weights_by_name
@@ -338,9 +337,8 @@ def _train_run(job: Job) -> dict:
     trainer, evaluate = _build_run(job)
     with contextlib.closing(trainer) if hasattr(trainer, "close") else contextlib.nullcontext():
         start, dir = _start_scores(job, lambda: _scores_of(evaluate())), None
-        ours = lambda m: "make" in job.sources or OURS.fullmatch(m)
-        known = [m for m in job.metrics if not m.startswith(("eval_", MEAN)) and ours(m)]
-        _check_metrics(set(job.metrics) - set(known), start)  # those wait for the first step
+        # what is no held-out score waits for the first step
+        _check_metrics([m for m in job.metrics if m.startswith(("eval_", MEAN))], start)
         if job.folder and hasattr(trainer, "open_run"):
             trainer.open_run()  # loads what an earlier attempt has saved
             dir = job.dir
