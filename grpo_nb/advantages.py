@@ -643,6 +643,12 @@ def _run(
     if not values.isfinite().all():
         at = (~values.isfinite()).nonzero()[0].tolist()
         raise ValueError(f"The estimator {name!r} returned {values[tuple(at)].item()} at {at}.")
+    if "batch" not in takes and not values.any() and not r.still_PK.all():  # one of a user's own
+        warnings.warn(
+            f"The estimator {name!r} gives all {len(x)} samples advantage 0 although rewards differ within groups: "
+            "they teach nothing.",
+            stacklevel=3,
+        )
     return values.float()
 
 

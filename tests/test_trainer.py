@@ -323,7 +323,7 @@ def test_a_run_that_is_there_is_refused_with_what_the_caller_can_do(tmp_path):
     loaded = GRPO.load(tmp_path / "other", moved, rewards={"right": RIGHT})
     with pytest.raises(FileExistsError) as e:
         loaded.fit()
-    assert "run.if_exists=resume" not in str(e.value)  # another run's steps: it would be refused
+    assert "a new trainer with run.if_exists=resume" in str(e.value)  # this one has other steps
     GRPO.load(tmp_path / "run", ["steps=3"], rewards={"right": RIGHT}).fit().close()
     numbered = GRPO.load(tmp_path / "other", [folder], rewards={"right": RIGHT}).fit()
     numbered.close()

@@ -475,7 +475,7 @@ def _free_folder(dir: Path, if_exists: str) -> Path:
     "The directory, or a numbered one beside it if there is a run."
     if is_run(dir) and if_exists == "raise":
         raise FileExistsError(
-            f"{str(dir)!r} holds a run. To continue it: GRPO.load({str(dir)!r}) or run.if_exists=resume; for a run beside it: "
+            f"{str(dir)!r} holds a run. To continue it: GRPO.load({str(dir)!r}), or a new trainer with run.if_exists=resume; for a run beside it: "
             "run.if_exists=number, or another run.dir."
         )
     taken = lambda path: is_run(path) or (path / "lock").exists()
