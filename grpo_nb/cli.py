@@ -224,6 +224,8 @@ def _demo(
 ) -> bool:  # whether it is finished
     "Two comparisons, each with its report, and what they say together."
     studies = {}
+    # in the workers, too: one arm is there to show what this warning says
+    os.environ["PYTHONWARNINGS"] = "ignore:scheme='reference' clips"
     for act, recipe, more in (
         ("motion", "motion", {"evaluate": judge_with_fan}),
         ("sums", "quickstart", {}),

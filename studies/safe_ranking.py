@@ -1,19 +1,20 @@
-"""Film lists: what the comparison in safe_ranking.ipynb is made of, and the lists that need no training.
+"""Film lists, relevance against safety: the studies that safe_ranking.ipynb reads, and lists that need no training.
 
     pip install --no-deps recbole==1.2.1
-    python data/build/movielens_task.py --out .cache/movielens
-    python studies/safe_ranking.py        the data's checksums and the lists of popular films
+    OMP_NUM_THREADS=1 python data/build/movielens_task.py --out .cache/movielens
+    OMP_NUM_THREADS=1 python studies/safe_ranking.py        trains what is missing of both (about half an hour on one idle core)
 
-The comparison itself is the call of `compare` in the notebook: without safe_ranking.json beside this file it trains what is
-missing (about a quarter of an hour on one core) and goes on where it was stopped. What is stored are numbers: no titles, no
-ratings, no weights.
+`safety`: one sum, two normalised rewards, and controls. `credit`: what a rank is paid for, itself, itself and later hits, or the
+whole list; trained later, from a warm start that was built again. Every arm chooses among the same three learning rates on two tuning
+seeds and users of their own, and runs on five other seeds. Finished runs are kept in runs/, and the same command goes on where it
+stopped. It also writes the data's checksums and the scores of lists of
+popular films. What is stored are numbers: no titles, no ratings, no weights.
 """
 
-import argparse
+import functools
 import hashlib
 import json
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ import numpy as np
 
 from grpo_nb.applications.movielens import MovieTask, RankingPolicy, load_task, rank_reward
 from grpo_nb.core import seeded
+from grpo_nb.lab.budgets import Samples
+from grpo_nb.lab.compare import compare
 from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.list_parsing import ParsedList, film_key, parse_rollout
 from grpo_nb.ranking import (
@@ -47,6 +50,19 @@ BASE = {
     "optimizer": {"warmup": 5},
     "eval": {"samples": 4},
 }
+# what is paid: repeated, malformed, seen and unknown films cost 0.5 at their rank, an unreadable list earns the worst at every rank
+COST = dict.fromkeys(("malformed", "duplicate", "seen", "unknown"), 0.5)
+RELEVANCE = {"variant": "exp_inf", "error": -0.5, "penalties": COST}
+SAFE = RELEVANCE | {"lambda_safe": 1.0, "error": -1.5}  # relevance + safety
+LOUD = RELEVANCE | {"lambda_safe": 3.0, "error": -3.5}  # relevance + 3 x safety
+paid = lambda **rewards: {"rewards.functions": rewards}
+ARMS = {
+    "GRPO": paid(safe=SAFE),
+    "GDPO": paid(relevance=RELEVANCE, safety={"variant": "exp_inf"}) | {"advantage.mode": "gdpo"},
+    "no safety": paid(relevance=RELEVANCE),
+    "GRPO, 3x penalty": paid(safe=LOUD),
+}
+CREDIT = {k: paid(safe=SAFE | {"variant": k}) for k in ("exp_inf", "log_decay", "whole list")}
 SCORES = "ndcg@8 recall@8 svr@8 duplicate malformed seen out_of_catalogue length".split()
 
 
@@ -61,10 +77,25 @@ def held_out(
     return train, {"test users": task.eval, "validation users": validation}[who]
 
 
+def whole_list(reward):
+    "Every rank is paid what the ranks of the list earn together."
+
+    @functools.wraps(reward)
+    def paid(*args, **columns):
+        x_NK = np.array(reward(*args, **columns), float)
+        return np.where(np.isnan(x_NK), np.nan, np.nansum(x_NK, 1, keepdims=True)).tolist()
+
+    return paid
+
+
 def film_reward(task: MovieTask, name: str, options: Mapping):
-    "A reward function of a configuration; the number of safety is the same for every variant of the relevance."
-    drop = ("variant",) if name == "safety" else ()
-    return rank_reward(task, name, {k: v for k, v in options.items() if k not in drop})
+    "A reward function of a configuration; safety knows no variants, and a whole list is paid its sum of `exp_inf`."
+    options = dict(options)
+    if name == "safety":
+        options.pop("variant", None)
+    if options.get("variant") == "whole list":
+        return whole_list(rank_reward(task, name, options | {"variant": "exp_inf"}))
+    return rank_reward(task, name, options)
 
 
 def film_trainer(
@@ -77,9 +108,7 @@ def film_trainer(
     policy = RankingPolicy(
         task.model, task.tokenizer, task.parser, max_new_tokens=config.policy.max_new_tokens
     )
-    with warnings.catch_warnings():  # what the configuration names is what is passed
-        warnings.filterwarnings("ignore", "Without effect: tasks.train")
-        trainer = GRPO(policy, rows, rewards, config, judged)
+    trainer = GRPO(policy, rows, rewards, config, judged)
     trainer.oracle = task.oracle  # `film_scores` asks it
     return trainer
 
@@ -166,19 +195,31 @@ def safe_share(task: MovieTask) -> float:
     return float(1 - np.mean([np.mean(unsafe(t)) for t in task.eval]))
 
 
-def main():
-    ap = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    ap.add_argument("--task", type=Path, default=ROOT / BASE["tasks"]["train"])
-    ap.add_argument("--out", type=Path, default=LISTS)
-    a = ap.parse_args()
-    task = load_task(a.task)
-    stored = {"data": facts(a.task, task), "safe_share": safe_share(task)}
-    stored |= {"lists": without_training(task)}
-    a.out.write_text(json.dumps(stored, indent=1) + "\n")
-    print(json.dumps(stored["lists"], indent=1))
+def _alike(name: str, **how):
+    "Judged on four sampled lists for each user that was never trained on."
+    lower = ["svr@8", "unsafe_hits", "duplicate", "malformed", "seen", "out_of_catalogue"]
+    fixed = {"seeds": range(5), "budget": Samples(3_200), "metric": "combined"}
+    fixed |= {"tune": {"optimizer.lr": [1e-3, 3e-3, 1e-2]}, "tune_seeds": (100, 101)}
+    fixed |= {"tune_tasks": "validation users", "make": film_trainer, "evaluate": film_scores}
+    fixed |= {"lower_is_better": lower, "keep": ["reward", "entropy"]}
+    fixed |= {"store": Path(__file__).with_name(f"{name}.json"), "dir": f"runs/{name}"}
+    return fixed | how
+
+
+def safety(**how):
+    "The sum (GRPO), two normalised rewards (GDPO), no safety, and a louder one."
+    return compare(ARMS, BASE, **_alike("safe_ranking", eval_every=Samples(640)) | how)
+
+
+def credit(**how):
+    "GRPO on the sum, which pays a rank for itself, for itself and later hits, or for the whole list."
+    return compare(CREDIT, BASE, **_alike("safe_ranking_credit", tune_budget=Samples(1_600)) | how)
 
 
 if __name__ == "__main__":
-    main()
+    folder = ROOT / BASE["tasks"]["train"]
+    task = load_task(folder)
+    stored = {"data": facts(folder, task), "safe_share": safe_share(task)}
+    LISTS.write_text(json.dumps(stored | {"lists": without_training(task)}, indent=1) + "\n")
+    for study in (safety, credit):
+        print(study().table())
