@@ -245,7 +245,7 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
     refused("tune_tasks cannot be read", {"a": {}}, tune=grid, tune_tasks="nowhere.jsonl")
     refused("tasks.eval cannot be read", {"a": {}}, base={"tasks": {"eval": "nowhere.jsonl"}})
     own = {"filter_groups.metric": [len]}  # a function belongs into a variant
-    refused("filter_groups.metric.* to the function .*len.*make=", {"a": {}}, tune=own)
+    refused("the function .*len in filter_groups.metric.*: make it a variant", {"a": {}}, tune=own)
     refused("no held-out tasks", {"a": {}}, base={"tasks": {"eval": None}})
     refused("needs a mapping, got 3", {"a": {}}, base=3)
     for name in ("workers", "threads"):
@@ -557,6 +557,9 @@ def registered(*args, **kw):
 def ends_with_7(completion, end="7"):
     return float(completion.endswith(end))
 
+def five(completion):  # of the base, so all are judged by it
+    return 5.0
+
 class Backwards(BaseSelector):
     def pick(self, batch_size):
         return self.num_tasks - 1 - self.places(batch_size)
@@ -573,8 +576,9 @@ arms = {
 }
 if __name__ == "__main__":
     base = {"policy": {"max_new_tokens": 8}, "train_batch_size": 3, "num_generations": 2}
-    base |= {"eval": {"limit": 2, "samples": 1, "greedy": False}}
+    base |= {"eval": {"limit": 2, "samples": 1, "greedy": False}, "rewards.functions": {"five": five}}
     study = compare(arms, base, seeds=1, budget=Steps(1), dir=sys.argv[1], workers=2)
+    assert set(study.frame()["eval_sampled"]) == {5.0}
     print(*(r["key"] for r in study.runs))
     print(*(r["curve"]["reward"][1] for r in study.runs))
 """

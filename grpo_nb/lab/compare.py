@@ -285,7 +285,7 @@ def _stored_study(store: Path, spec: Spec, if_changed: str) -> Study | None:
 @delegates(Spec)
 def compare(
     variants: Mapping[str, Mapping],  # name -> dotted keys and their values
-    base=None,  # recipe path, tree or GRPOConfig that the variants change
+    base=None,  # recipe path, keys or GRPOConfig that the variants change
     *,
     dir: str | Path = "runs/study",  # every run's record; what is finished there is not run again
     workers: int = 1,  # processes

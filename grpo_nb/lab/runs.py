@@ -12,6 +12,7 @@ import importlib
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -195,7 +196,7 @@ def _run_config(
 # %% ../../nbs/lab/06_runs.ipynb #a4409107
 def _base_changes(base: GRPOConfig) -> dict[str, Any]:
     "The dotted keys in which a base differs from the defaults, without those that `_run_config` sets."
-    new, old = (flat_keys(config_tree(c)) for c in (base, GRPOConfig()))
+    new, old = (flat_keys(plain(config_tree(c))) for c in (base, GRPOConfig()))
     own = re.compile(r"(run|checkpoint)\..*|seed|threads|steps|max_seconds|eval\.every")
     different = {k: v for k, v in new.items() if k not in old or old[k] != v}
     return {k: v for k, v in different.items() if not own.fullmatch(k)}
@@ -229,6 +230,16 @@ class Job:
     folder: str | None  # of the study
     sources: dict[str, str]  # text of the functions, by name
     functions: bytes  # make, evaluate, what was registered, those of variants, and the process that knows it
+
+    def __getstate__(self):
+        import cloudpickle
+
+        return vars(self) | {
+            "base": cloudpickle.dumps(self.base)
+        }  # it may hold functions of a notebook
+
+    def __setstate__(self, state):
+        vars(self).update(state, base=pickle.loads(state["base"]))
 
     @cached_property
     def key(self) -> str:

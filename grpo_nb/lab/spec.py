@@ -37,15 +37,6 @@ def _same_for_all(key: str) -> bool:
     "Whether a dotted key belongs to what all variants share."
     return any(f"{key}.".startswith(f"{same}.") for same in _SAME_FOR_ALL)
 
-# %% ../../nbs/lab/07_spec.ipynb #f8015868
-def _refuse_functions(who: str, keys) -> None:
-    "What is not of a variant is written down, and a function would become text that fails in every run."
-    for key, name in functions_in(keys).items():
-        raise ValueError(
-            f"{who} sets {key} to the function {name}: only a variant may, so give it to each variant, or build the "
-            "trainer yourself with make=."
-        )
-
 # %% ../../nbs/lab/07_spec.ipynb #30a58298
 def _check_variants(variants: Mapping[str, Mapping]) -> None:
     "Variants change nothing that makes the runs comparable."
@@ -59,13 +50,12 @@ def _check_variants(variants: Mapping[str, Mapping]) -> None:
             )
 
 # %% ../../nbs/lab/07_spec.ipynb #0e569da6
-def _open_base(base: str | Path | Mapping | GRPOConfig | None) -> GRPOConfig:
-    "The configuration that variants change: of a recipe, a tree, or the defaults."
+def _open_base(base: str | Path | Mapping | list | GRPOConfig | None) -> GRPOConfig:
+    "The configuration that variants change: of a recipe, of keys as `GRPO` takes them, or the defaults."
     if isinstance(base, (str, Path)):
         return load_config(base)
-    config = build_config(GRPOConfig, {} if base is None else base)
-    _refuse_functions("The base", config)
-    return config
+    keys = base is None or isinstance(base, (Mapping, list))
+    return override(GRPOConfig(), base or {}) if keys else build_config(GRPOConfig, base)
 
 # %% ../../nbs/lab/07_spec.ipynb #edadc98c
 def _seed_list(name: str, seeds: int | Iterable[int]) -> list[int]:
@@ -87,7 +77,7 @@ class Spec:
     elsewhere = {"steps": "budget=Steps(n)"}  # what a misplaced key is called here
 
     variants: dict[str, dict[str, Any]]  # name: keys that it sets
-    base: Any = None  # recipe path, tree or GRPOConfig that the variants change
+    base: Any = None  # recipe path, keys or GRPOConfig that the variants change
     seeds: Any = 5  # a number of seeds, or a list of them
     budget: Any = None  # of every run, such as {samples: 20000}
     eval_every: Any = None  # held-out evaluation along the way, as a budget
@@ -131,7 +121,8 @@ class Spec:
 def _check_tuning(self: Spec) -> None:
     "Tuned keys may differ and have values, and tuning seeds are not reported."
     self.tune = self.tune or {}
-    _refuse_functions("tune", self.tune)
+    for key, name in functions_in(self.tune).items():  # what is tuned is written down
+        raise ValueError(f"tune has the function {name} in {key}: make it a variant instead.")
     for key, values in self.tune.items():
         if _same_for_all(key):
             raise ValueError(f"tune sets {key!r}, which is the same for all variants.")
@@ -230,7 +221,8 @@ def sources(
     own = {k: getattr(self, k) for k in ("make", "evaluate")}
     own |= {f"{r}.{k}": v for (_, r), mine in registered().items() for k, v in mine.items()}
     found = {k: _source(v) for k, v in own.items() if v is not None}
-    given = {f"{name}: {k}": v for name in variants for k, v in leaves(self.variants[name])}
+    given = {f"the base: {k}": v for k, v in leaves(self.base)}
+    given |= {f"{name}: {k}": v for name in variants for k, v in leaves(self.variants[name])}
     return found | {k: _whole_source(v) for k, v in given.items() if callable(v)}
 
 # %% ../../nbs/lab/07_spec.ipynb #125699d8
