@@ -224,8 +224,7 @@ def _demo(
 ) -> bool:  # whether it is finished
     "Two comparisons, each with its report, and what they say together."
     studies = {}
-    # in the workers, too: one arm is there to show what this warning says
-    os.environ["PYTHONWARNINGS"] = "ignore:scheme='reference' clips"
+    os.environ["PYTHONWARNINGS"] = "ignore:scheme='reference' clips"  # one arm shows what it says
     for act, recipe, more in (
         ("motion", "motion", {"evaluate": judge_with_fan}),
         ("sums", "quickstart", {}),

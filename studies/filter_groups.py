@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python studies/filter_groups.py             what is missing of all three, and the pools
     OMP_NUM_THREADS=1 python studies/filter_groups.py hard        one of them
 
-A study is one call of `compare`: both arms get the same samples, and the same learning rates to choose from, tried on
-another seed and other problems than those reported; they share start, order of tasks and held-out problems by seed. A run that is
-finished is not run again. What this leaves out: tuning of anything but the learning rate, other models, longer training.
+A study is one call of `compare`: both arms get the same samples, and the same learning rates to choose from, tried on two
+other seeds and judged on problems that are neither trained on nor reported: the last of each training set are kept back. Start, order
+of tasks and held-out problems are shared by seed. A run that is finished is not run again (all: about twenty minutes on one idle core).
+What this leaves out: tuning of anything but the learning rate, other models, longer training.
 """
 
 import json
@@ -15,19 +16,23 @@ from pathlib import Path
 import numpy as np
 
 from grpo_nb.core import seeded
+from grpo_nb.files import read_jsonl
 from grpo_nb.filter_groups import keep_groups
 from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
-from grpo_nb.lab.recipe import load_config
+from grpo_nb.lab.recipe import load_config, open_policy
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
+from grpo_nb.verifiers import exact_answer
 
 HERE = Path(__file__).parent
-ARMS = {"off": {}, "on": {"filter_groups.enable": True, "filter_groups.sizing": "adaptive"}}
-LRS = [2.5e-5, 5e-5, 1e-4, 2e-4]
+ON = {"enable": True, "sizing": "adaptive", "log_format": None}
+ARMS = {"off": {}, "on": {f"filter_groups.{k}": v for k, v in ON.items()}}
+LRS = [6.25e-6, 1.25e-5, 2.5e-5, 5e-5, 1e-4, 2e-4]
 BUDGET = {"easy": 4800, "middle": 6400, "hard": 6400}  # samples generated per run
+KEPT_BACK = {"easy": 30, "middle": 200, "hard": 200}  # problems that only choose the rate
 G = 8  # samples per task
-KEEP = ("reward", "frac_reward_zero_std", "filter/filter_rate", "filter/samples_per_trained")
+KEEP = ("reward", "frac_reward_zero_std", "filter/filter_rate", "filter/kept")
 KEEP += ("filter/frac_all_high", "filter/frac_all_low", "train/num_gen_batches")
 
 
@@ -37,14 +42,21 @@ def base(level: str) -> dict:
         "train_batch_size": 16,
         "num_generations": G,
         "policy": {"model": "data:tiny-llama", "max_new_tokens": 10},
-        "tasks": {
-            "train": f"data:tasks/{level}_train.jsonl",
-            "eval": f"data:tasks/{level}_eval.jsonl",
-        },
+        "tasks": {"train": level, "eval": "reported"},
         "optimizer": {"warmup": 5},
-        "eval": {"samples": 8 if level == "easy" else 4, "limit": 200},
-        "filter_groups": {"log_format": None},
+        "eval": {"samples": 8 if level == "easy" else 4, "greedy": False},
     }
+
+
+def sums_trainer(config) -> GRPO:
+    "Trained on a level without what is kept back; judged on that, or on the held-out problems that are reported."
+    level, judged = config.tasks.train, config.tasks.eval
+    rows = list(read_jsonl(data_path(f"tasks/{level}_train.jsonl"))[0])
+    cut = len(rows) - KEPT_BACK[level]
+    held_out = data_path(f"tasks/{level}_eval.jsonl") if judged == "reported" else rows[cut:]
+    rewards = {"exact_answer": exact_answer(extract="marker", marker="</think>")}
+    parts = open_policy(config.policy), rows[:cut], rewards, config, held_out
+    return GRPO(*parts, opened=["policy", "tasks", "eval_tasks"])
 
 
 def study(level: str, dir: str | Path = "runs"):
@@ -56,9 +68,10 @@ def study(level: str, dir: str | Path = "runs"):
         budget=Samples(BUDGET[level]),
         eval_every=Samples(BUDGET[level] / 4),
         tune={"optimizer.lr": LRS},
-        tune_seeds=[100],
-        tune_tasks=f"data:tasks/{'middle_dev' if level == 'middle' else f'{level}_train'}.jsonl",
+        tune_seeds=[100, 101],
+        tune_tasks="kept back",
         tune_budget=Samples(BUDGET[level] / 2),
+        make=sums_trainer,
         dir=Path(dir) / f"filter_groups_{level}",
         store=HERE / f"filter_groups_{level}.json",
         keep=KEEP,

@@ -262,14 +262,13 @@ _AXES = {
 # %% ../../nbs/lab/05_report.ipynb #e3bbeec2
 def common_curve(
     runs: Sequence[tuple],  # (x, y) of each run, x rising
-    points: int = 200,  # at most so many
-) -> tuple[np.ndarray, np.ndarray]:  # x (points,), y (runs, points)
+) -> tuple[np.ndarray, np.ndarray]:  # x (at most 200 points,), y (runs, points)
     "Runs interpolated on the range that all of them cover."
     low, high = max(x[0] for x, _ in runs), min(x[-1] for x, _ in runs)
     at = np.unique(np.concatenate([x for x, _ in runs]))
     at = at[(at >= low) & (at <= high)]
-    if len(at) > points:
-        at = np.linspace(low, high, points)
+    if len(at) > 200:
+        at = np.linspace(low, high, 200)
     return at, np.stack([np.interp(at, x, y) for x, y in runs])
 
 # %% ../../nbs/lab/05_report.ipynb #e30309cb
