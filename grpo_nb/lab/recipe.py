@@ -34,7 +34,6 @@ from grpo_nb.config import (
     number_in,
     one_of,
     override,
-    unknown_name,
 )
 from ..ahead import check_ahead
 from ..advantages import ADVANTAGES
@@ -166,12 +165,11 @@ def _locate(
 def load_config(
     recipe: str | Path | None = None,  # YAML file; None: the defaults
     overrides: Sequence[str] | Mapping = (),  # ["key.sub=value"], or {"key.sub": value}
-    resolvers: bool = False,  # let the file ask for things outside it, such as ${oc.env:HOME}
 ) -> GRPOConfig:
     "Configuration from a recipe and overrides."
     if isinstance(overrides, Mapping):
-        return override(load_config(recipe, resolvers=resolvers), overrides)
-    tree = read_tree(recipe, overrides, resolvers)
+        return override(load_config(recipe), overrides)
+    tree = read_tree(recipe, overrides)
     tree.pop("compare", None)  # the block of `grpo-nb compare`
     if "buffer" in tree:
         raise ValueError(
@@ -180,10 +178,13 @@ def load_config(
     return build_config(GRPOConfig, _with_verl_block(tree))
 
 # %% ../../nbs/lab/03_recipe.ipynb #752ed419
+# a resolver asks for something outside the file, unless its $ is escaped
+_RESOLVER = re.compile(r"(?<!\\)(\\\\)*\$\{[^}]*(\$\{.*)?:", re.DOTALL)
+
+
 def read_tree(
     recipe: str | Path | None,  # YAML file, or a stream
     overrides: Sequence[str] = (),  # "key.sub=value"
-    resolvers: bool = False,  # let the file ask for things outside it, such as ${oc.env:HOME}
 ) -> dict[str, Any]:
     "The plain tree of a recipe with its overrides."
     from omegaconf import OmegaConf
@@ -205,36 +206,22 @@ def read_tree(
                 f"The recipe {recipe} {has}, so there is nothing of it to train. Start from a shipped one, such as "
                 "data:recipes/quickstart.yaml, or give no recipe at all for the defaults."
             )
-        if not resolvers:
-            _refuse_resolvers(OmegaConf.to_container(tree), str(recipe))
+        for key, value in leaves(OmegaConf.to_container(tree)):
+            if isinstance(value, str) and _RESOLVER.search(value):
+                raise ValueError(
+                    f"{recipe}: {key}={value!r} asks for something outside the recipe. If you trust it, give that key on the "
+                    "command line."
+                )
         tree = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))
         return OmegaConf.to_container(tree, resolve=True) or {}
     except FileNotFoundError:
         raise ValueError(
             f"No recipe at {recipe}. Shipped ones begin with data:, such as data:recipes/quickstart.yaml."
         ) from None
-    except IsADirectoryError:
-        raise ValueError(f"{recipe} is a folder: give the recipe file in it.") from None
     except (OmegaConfBaseException, UnicodeError, OSError, TypeError, YAMLError) as e:
         raise ValueError(
             f"{recipe or 'overrides'} cannot be read: {' '.join(str(e).split())}"
         ) from None
-
-# %% ../../nbs/lab/03_recipe.ipynb #12b3559e
-def _refuse_resolvers(tree: Mapping, recipe: str) -> None:
-    "Error for a value that asks for something outside the file."
-    from omegaconf.grammar.gen.OmegaConfGrammarParser import OmegaConfGrammarParser
-    from omegaconf.grammar_parser import parse
-
-    for key, value in leaves(tree):
-        nodes = [parse(value)] if isinstance(value, str) and "${" in value else []
-        for node in nodes:
-            if isinstance(node, OmegaConfGrammarParser.InterpolationResolverContext):
-                raise ValueError(
-                    f"{recipe}: {key}={value!r} asks for something outside the recipe. If you trust it, give that key on the "
-                    "command line, or load_config(recipe, resolvers=True)."
-                )
-            nodes += node.getChildren() if hasattr(node, "getChildren") else ()
 
 # %% ../../nbs/lab/03_recipe.ipynb #1a7f60da
 def _with_verl_block(tree: dict) -> dict:
@@ -261,19 +248,16 @@ def open_policy(
     config: PolicyConfig | Mapping,
 ) -> Policy:
     "The language model of a configuration."
-    config = build_config(PolicyConfig, config)
     from grpo_nb.policies.loading import ModelNotFound
     from grpo_nb.policies.tokens import TokenPolicy
 
+    config = build_config(PolicyConfig, config)
     options = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "model"}
-    with _at_key("policy.model"):
-        source = _locate(config.model)
     try:
-        return TokenPolicy.from_pretrained(source, **options)
-    except ModelNotFound as e:
-        raise ValueError(f"policy.model={config.model!r}: {e}") from None
+        return TokenPolicy.from_pretrained(config.model, **options)
     except ValueError as e:
-        raise ValueError(f"policy: {e}") from e
+        key = f"policy.model={config.model!r}" if isinstance(e, ModelNotFound) else "policy"
+        raise ValueError(f"{key}: {e}") from None
 
 # %% ../../nbs/lab/03_recipe.ipynb #aba31676
 def open_rewards(
@@ -289,10 +273,9 @@ def open_rewards(
         kind = options.pop("reward", name)
         make = REWARDS[kind]
         known = inspect.signature(make).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
-            for option in options:
-                if option not in known:
-                    raise ValueError(unknown_name(f"option of reward {kind!r}", option, known))
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        for option in () if takes_any else options:
+            one_of(f"option of reward {kind!r}", option, known)
         with _at_key(f"rewards.functions.{name}"):
             functions[name] = make(**options)
     return functions
@@ -305,7 +288,7 @@ def open_stream(
     t = config.tasks
     if not t.tasksets and t.shares != "size":
         raise ValueError("tasks.shares mixes several tasksets, and tasks.tasksets names none.")
-    if not t.tasksets and (t.train is None or t.tasksets is not None):
+    if not (t.tasksets or t.train and t.tasksets is None):
         raise ValueError(
             "No training tasks: name a file in tasks.train, or some in tasks.tasksets."
         )
@@ -387,7 +370,8 @@ def from_config(
         "eval_tasks": lambda: open_eval(config.tasks),
     }
     if config.application is not None:
-        found = _open_application(config)
+        name = one_of("application", config.application, ("motion", "movielens"))
+        found = importlib.import_module(f"grpo_nb.applications.{name}").open_parts(config)
         openers |= {k: functools.partial(found.get, k) for k in openers}
     opened = [k for k in openers if parts[k] is None]
     if tasks is not None and "tasks.eval" not in given_keys(config) and eval_tasks is None:
@@ -398,12 +382,6 @@ def from_config(
     if "policy" in opened:
         parts["policy"] = openers["policy"]()
     return cls(**parts | {"config": config, "opened": opened, **kwargs})
-
-
-def _open_application(config: GRPOConfig) -> dict[str, Any]:
-    "Policy, tasks, rewards and held-out tasks of an application that a configuration names."
-    name = one_of("application", config.application, ("motion", "movielens"))
-    return importlib.import_module(f"grpo_nb.applications.{name}").open_parts(config)
 
 
 def _check_processes(config: TrainerConfig, tasks: Any) -> None:
@@ -447,25 +425,19 @@ _SOURCES = ("policy.model", "tasks.train", "tasks.tasksets", "tasks.eval", "rewa
 _ESTIMATOR_OPTIONS = ("eps", "eps_batch", "ddof")
 
 
-def _at(tree: Any, key: str) -> Any:
-    "The value at a dotted key; None if it is not there."
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None
-    return tree
-
-
 def _refuse_dead_keys(trainer: GRPO) -> None:
     "Every key that somebody has set has an effect, or is refused or told."
-    asked, ran = _named_config(trainer.config), described(trainer)
-    given = [k for k in given_keys(trainer.config) if _at(asked, k) not in (None, _at(ran, k))]
-    replaced = [k for k in given if k.startswith(_SOURCES)]
+    asked, ran = flat_keys(_named_config(trainer.config)), flat_keys(described(trainer))
+    given = [k for k in given_keys(trainer.config) if asked.get(k) not in (None, ran.get(k))]
+    told = []
     for key in given:
-        if key not in replaced and key.startswith(("policy.", "tasks.", "rewards.")):
+        if key.startswith(_SOURCES):
+            told.append(f"{key} (an object is passed instead)")
+        elif key.startswith(("policy.", "tasks.", "rewards.")):
             raise ValueError(
-                f"{key}={_at(asked, key)!r} has no effect beside the {key.partition('.')[0]} that you pass (it has "
-                f"{_at(ran, key)!r}): set it on that object, or leave the key out."
+                f"{key}={asked[key]!r} has no effect beside the {key.partition('.')[0]} that you pass (it has "
+                f"{ran.get(key)!r}): set it on that object, or leave the key out."
             )
-    told = [f"{k} (an object is passed instead)" for k in replaced]
     told += [f"{k} ({why})" for k, why in _idle_keys(trainer)]
     if told:
         _tell(f"Without effect: {', '.join(told)}.")
@@ -481,11 +453,11 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
     c, mode, given = trainer.config, trainer.config.advantage.mode, given_keys(trainer.config)
     takes = inspect.signature(ADVANTAGES.resolve(mode)[1]).parameters
     unfiltered = not c.filter_groups.enable and "filter_groups.enable" not in given
-    now, default = config_tree(c), config_tree(type(c)())
-    given = [k for k in given if _at(now, k) != _at(default, k)]
-    alone, unrecorded = not trainer.rewards.pooled, not _at(now, "run.dir")
+    now, default = flat_keys(config_tree(c)), flat_keys(config_tree(type(c)()))
+    given = [k for k in given if now.get(k) != default.get(k)]
+    alone, unrecorded = not trainer.rewards.pooled, not now.get("run.dir")
     recorded = "(run.(wandb|tensorboard|name|if_exists|samples_every|samples_rows)|checkpoint.*)"
-    judged, best = bool(trainer.eval_tasks), _at(now, "checkpoint.keep_best") and c.eval.every
+    judged, best = bool(trainer.eval_tasks), now.get("checkpoint.keep_best") and c.eval.every
     groups, loss, stop = c.filter_groups, c.update.loss, c.update.kl_stop
     limits = stop.target or stop.target_ref
     rules = [
