@@ -1,6 +1,5 @@
 "The group filter and collector: recorded peers, properties, caps, carry-over, resume, logs."
 
-import gzip
 import json
 import logging
 import math
@@ -387,10 +386,9 @@ VERL = """\
         ("batches=2 >", "batches=np.int64(2) >"),
     ],
 )
-@pytest.mark.parametrize("encoding", "utf-8-sig utf-16 utf-16-le utf-32-be gz".split())
+@pytest.mark.parametrize("encoding", "utf-8-sig utf-16 utf-16-le utf-16-be".split())
 def test_the_same_step_in_other_words(tmp_path, old, new, encoding):
-    data = VERL.replace(old, new).encode(encoding.replace("gz", "utf-8"))
-    (tmp_path / "log").write_bytes(gzip.compress(data) if encoding == "gz" else data)
+    (tmp_path / "log").write_text(VERL.replace(old, new), encoding)
     frame, s = parse_filter_logs(tmp_path / "log")
     assert s["outcomes"] == {"cap": 1} and s["num_gen_batches"] == 2 and s["unread"] == []
     assert frame["accumulated"].tolist() == [3, 5]

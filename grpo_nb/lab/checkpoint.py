@@ -185,7 +185,7 @@ def prune(
     keep_last: int = 2,  # newest ones kept; at least 1
     keep_best: int = 0,  # kept besides, by `metric`
     metric: str = "eval_sampled",  # in the manifest; larger is better
-) -> list[str]:  # names of what was removed
+) -> None:
     "Remove old checkpoints."
     check_number("keep_last", keep_last, 1, whole=True)
     score = {}
@@ -197,11 +197,9 @@ def prune(
             score[path] = manifest["metrics"].get(metric)
     best = sorted((p for p in score if score[p] is not None), key=lambda p: -score[p])
     kept = {*list(score)[:keep_last], *best[:keep_best]}
-    gone = [p for p in score if p not in kept]
-    for path in gone:
+    for path in score.keys() - kept:
         hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         shutil.rmtree(path.rename(hidden), ignore_errors=True)
-    return [p.name for p in gone]
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #c937fefc
 def sweep(root: str | Path) -> None:  # for the one who holds the run's lock

@@ -49,24 +49,23 @@ class _Live:
 
     panels = ("reward", "dead_groups", "entropy", "grad_norm")
 
-    def on_fit_start(self, trainer: GRPO):
-        shown = trainer.session.setting("run").progress and display_mode() == "notebook"
-        draw = lambda: plot_run(trainer.frame(), self.panels)
-        self.live = LivePlot(draw) if shown else None
+    def __init__(self, trainer: GRPO):
+        self.live = None
 
-    def on_step_end(self, trainer: GRPO, row: Mapping):
-        if getattr(self, "live", None) and len(trainer.history) > 1:
-            self.live.update()
+    def on_fit_start(self, trainer: GRPO):
+        if trainer.session.setting("run").progress and display_mode() == "notebook":
+            self.live = LivePlot(lambda: plot_run(trainer.frame(), self.panels))
+
+    def on_step_end(self, trainer: GRPO, row: Mapping, last: bool = False):
+        if self.live is not None and len(trainer.history) > 1:
+            self.live.update(last)
 
     def on_fit_end(self, trainer: GRPO):
-        if getattr(self, "live", None) and len(trainer.history) > 1:
-            self.live.update(last=True)
+        self.on_step_end(trainer, {}, last=True)
         self.live = None
 
 
-@GRPO.accompany
-def _live(trainer: GRPO) -> _Live:
-    return _Live()
+GRPO.accompany(_Live)
 
 # %% ../../nbs/lab/03_display.ipynb #686bf362
 def _text(value: Any) -> str:

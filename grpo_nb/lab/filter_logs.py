@@ -6,7 +6,6 @@
 __all__ = ['parse_filter_logs', 'format_summary']
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #e6133dc2
-import gzip
 import math
 import re
 from collections import Counter
@@ -250,15 +249,13 @@ def _log_text(source: str | Path) -> str:
     path = Path(source)
     if path.is_file():
         data = path.read_bytes()
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        wide = b"\0" in data[:4] or data[:2] in (b"\xff\xfe", b"\xfe\xff")  # of Windows
-        end = "be" if data[:1] in (b"\0", b"\xfe") else "le"
-        bits = 32 if b"\0\0" in data[:4] else 16
-        return data.decode(f"utf-{bits}-{end}" if wide else "utf-8-sig", errors="replace")
+        wide = "utf-16-be" if data[:1] in (b"\0", b"\xfe") else "utf-16-le"  # of Windows
+        return data.decode(wide if b"\0" in data[:4] else "utf-8-sig", errors="replace")
     if isinstance(source, str) and _match_line(source):
         return source
-    said = f"No log file {str(source)!r}. Give an existing file, or the text of a log."
-    raise FileNotFoundError(said)
+    raise FileNotFoundError(
+        f"No log file {str(source)!r}. Give an existing file, or the text of a log."
+    )
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #aa602fb9
 def format_summary(

@@ -85,15 +85,16 @@ def _sample_rows(
     rows: Sequence[Mapping] | Mapping[str, Sequence],  # one mapping per sample, or columns
     max_rows: int = 32,  # samples stored
     max_chars: int = 20_000,  # characters of text stored, all samples together
-) -> tuple[list[dict], int]:  # rows ready to write, and how many samples were left out
+) -> list[dict]:  # rows ready to write
     "Samples as flat rows within the caps; `rewards: {name: value}` becomes `rewards/<name>`."
     if isinstance(rows, Mapping):
         rows = [dict(zip(rows, v)) for v in zip(*rows.values(), strict=True)]
     keep = whole_groups([str(row.get("group", i)) for i, row in enumerate(rows)], max_rows)
     out = [{"step": int(step)} | _sample_row(rows[i]) for i in keep]
     level = _fill_level([len(v) for r in out for v in r.values() if isinstance(v, str)], max_chars)
-    out = [{k: _cut_text(v, level) if isinstance(v, str) else v for k, v in r.items()} for r in out]
-    return out, len(rows) - len(out)
+    return [
+        {k: _cut_text(v, level) if isinstance(v, str) else v for k, v in r.items()} for r in out
+    ]
 
 # %% ../../nbs/lab/00_frames.ipynb #6c266a6e
 def whole_groups(
@@ -164,7 +165,7 @@ def _rows_to_frame(
     frame = frame.dropna(subset="step").drop_duplicates("step", keep="last")
     frame = frame.astype({"step": int}).sort_values("step", ignore_index=True)
     out = pd.concat([_numeric(frame[k]) for k in frame], axis=1)
-    out.attrs = {"repeated_steps": len(rows) - len(out), **attrs}
+    out.attrs = attrs
     return out
 
 # %% ../../nbs/lab/00_frames.ipynb #9fc4b469
@@ -175,7 +176,7 @@ HELD_OUT = ("eval_reward", "eval_sampled", "eval_greedy")  # of the reward on he
 def column(
     frame,  # metrics
     *names: str,  # the first that was logged is taken
-    how: str = "last",  # of a vector metric: first, last, max or mean entry
+    how: str = "last",  # of a vector metric: first, last or max
 ) -> np.ndarray | None:  # (rows,) or None if none was logged
     "A metric as an array, reduced over inner epochs if it has one value for each."
     for name in names:
@@ -184,10 +185,8 @@ def column(
         x = frame[sorted(parts, key=lambda c: (len(c), c))].astype(float)
         x = x.where(np.isfinite(x))
         if x.notna().any(axis=None):
-            if how == "first":
-                return x.bfill(axis=1).iloc[:, 0].to_numpy()
-            x = x.ffill(axis=1).iloc[:, -1] if how == "last" else x.agg(how, axis=1)
-            return x.to_numpy()
+            first, last = x.bfill(axis=1).iloc[:, 0], x.ffill(axis=1).iloc[:, -1]
+            return {"first": first, "last": last, "max": x.max(axis=1)}[how].to_numpy()
     return None
 
 # %% ../../nbs/lab/00_frames.ipynb #b68d3c50

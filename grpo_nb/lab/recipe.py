@@ -425,18 +425,25 @@ _SOURCES = ("policy.model", "tasks.train", "tasks.tasksets", "tasks.eval", "rewa
 _ESTIMATOR_OPTIONS = ("eps", "eps_batch", "ddof")
 
 
+def _at(tree: Any, key: str) -> Any:
+    "The value at a dotted key; None if it is not there."
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
 def _refuse_dead_keys(trainer: GRPO) -> None:
     "Every key that somebody has set has an effect, or is refused or told."
-    asked, ran = flat_keys(_named_config(trainer.config)), flat_keys(described(trainer))
-    given = [k for k in given_keys(trainer.config) if asked.get(k) not in (None, ran.get(k))]
+    asked, ran = _named_config(trainer.config), described(trainer)
+    given = [k for k in given_keys(trainer.config) if _at(asked, k) not in (None, _at(ran, k))]
     told = []
     for key in given:
         if key.startswith(_SOURCES):
             told.append(f"{key} (an object is passed instead)")
         elif key.startswith(("policy.", "tasks.", "rewards.")):
             raise ValueError(
-                f"{key}={asked[key]!r} has no effect beside the {key.partition('.')[0]} that you pass (it has "
-                f"{ran.get(key)!r}): set it on that object, or leave the key out."
+                f"{key}={_at(asked, key)!r} has no effect beside the {key.partition('.')[0]} that you pass (it has "
+                f"{_at(ran, key)!r}): set it on that object, or leave the key out."
             )
     told += [f"{k} ({why})" for k, why in _idle_keys(trainer)]
     if told:
@@ -453,11 +460,11 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
     c, mode, given = trainer.config, trainer.config.advantage.mode, given_keys(trainer.config)
     takes = inspect.signature(ADVANTAGES.resolve(mode)[1]).parameters
     unfiltered = not c.filter_groups.enable and "filter_groups.enable" not in given
-    now, default = flat_keys(config_tree(c)), flat_keys(config_tree(type(c)()))
-    given = [k for k in given if now.get(k) != default.get(k)]
-    alone, unrecorded = not trainer.rewards.pooled, not now.get("run.dir")
+    now, default = config_tree(c), config_tree(type(c)())
+    given = [k for k in given if _at(now, k) != _at(default, k)]
+    alone, unrecorded = not trainer.rewards.pooled, not _at(now, "run.dir")
     recorded = "(run.(wandb|tensorboard|name|if_exists|samples_every|samples_rows)|checkpoint.*)"
-    judged, best = bool(trainer.eval_tasks), now.get("checkpoint.keep_best") and c.eval.every
+    judged, best = bool(trainer.eval_tasks), _at(now, "checkpoint.keep_best") and c.eval.every
     groups, loss, stop = c.filter_groups, c.update.loss, c.update.kl_stop
     limits = stop.target or stop.target_ref
     rules = [

@@ -43,15 +43,14 @@ from .frames import flat_keys, _metric_row, _rows_to_frame, _sample_rows, _sampl
 # %% ../../nbs/lab/01_record.ipynb #a8cc0939
 def _git_state(cwd: str | Path = ".") -> dict | None:
     "Commit of the repository and whether tracked files differ from it."
-    ask = "status --porcelain=v2 --branch --untracked-files=no".split()
+    ask = "describe --always --dirty --abbrev=40 --exclude=*".split()
     command = ["git", "--no-optional-locks", "-C", str(cwd), *ask]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    first, *lines = done.stdout.splitlines()
-    dirty = any(not line.startswith("#") for line in lines)
-    return {"commit": first.removeprefix("# branch.oid "), "dirty": dirty}
+    commit, dirty, _ = done.stdout.strip().partition("-dirty")
+    return {"commit": commit, "dirty": bool(dirty)}
 
 # %% ../../nbs/lab/01_record.ipynb #91a1c67a
 _PACKAGES = (
@@ -416,13 +415,12 @@ def log_samples(
     step: int,  # training step
     rows: Sequence[Mapping] | Mapping[str, Sequence],  # group, prompt, completion, rewards, ...
     max_rows: int = 32,  # samples stored
-) -> int:  # samples left out
+) -> None:
     "Append samples of a step, as many whole groups as fit and no more text than `max_chars`."
     self._start()
-    rows, dropped = _sample_rows(step, rows, max_rows, self.max_chars)
+    rows = _sample_rows(step, rows, max_rows, self.max_chars)
     self._append("samples", rows)
     self._show("log_samples", step, rows)
-    return dropped
 
 # %% ../../nbs/lab/01_record.ipynb #0fc310a6
 @patch
@@ -535,7 +533,7 @@ def create(
 def truncate_after(
     self: Run,
     step: int,  # the last step to keep, as the checkpoint has it
-) -> dict[str, int]:  # rows removed per file
+) -> None:
     "Cut metrics and samples back to a checkpoint, so that each step occurs once after a resume."
     self._start()
     removed = {}
@@ -556,7 +554,6 @@ def truncate_after(
         said = f"continues after step {step}, but its metrics end at {self._last}"
         self.warn("missing_rows", said)
     self.mark()
-    return removed
 
 # %% ../../nbs/lab/01_record.ipynb #2372ce05
 def is_timing(name: str) -> bool:

@@ -554,9 +554,9 @@ def save(
             "A step is under way: save after it (on_step_end), or load the last checkpoint if it was broken off."
         )
     if root is None:
-        if session.run is None and not session.setting("run").dir:
-            raise ValueError("Where to? Give save() a folder, or set run.dir.")
         self.open_run()
+        if of_first(lambda: session.run is None):
+            raise ValueError("Where to? Give save() a folder, or set run.dir.")
     state = self.state_dict()
     trained = leaves({k: state[k] for k in ("policy", "optimizer", "reference") if k in state})
     if odd := [

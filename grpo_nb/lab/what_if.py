@@ -39,13 +39,9 @@ def read_samples(
     frame = frame.rename(columns=lambda name: name.removeprefix("rewards/"))
     if not len(frame):
         raise ValueError(f"{source} holds no samples: its run stored none yet.")
-    if missing := [k for k in ("step", "prompt") if k not in frame]:
-        raise ValueError(
-            f"Samples need the columns step and prompt, {missing[0]!r} is missing; there are {list(frame)}."
-        )
-    found = list(components or own or _components(frame))
-    for name in found:
+    for name in ("step", "prompt", *(components or ())):
         one_of("column of the samples", name, list(frame))
+    found = list(components or own or _components(frame))
     if not found:
         raise ValueError(
             f"No column of the samples is a reward: name them, components=[...]; there are {list(frame)}."
@@ -97,18 +93,15 @@ def _numeric(values) -> bool:
     return all(isinstance(v, (bool, int, float, np.number)) for v in known[:100])
 
 # %% ../../nbs/lab/03_what_if.ipynb #7ce0aaf4
-def _find_groups(frame, group_size: int | None) -> np.ndarray:  # one number per sample
+def _find_groups(frame, group_size: int | None):  # one number per sample
     "Groups from neighbours with equal prompts."
     key = frame["step"].astype(str) + "/" + frame["prompt"].map(str)
-    run = key.ne(key.shift()).cumsum().to_numpy()
-    lengths = np.bincount(run)[1:]
-    if group_size is None:
-        values, counts = np.unique(lengths, return_counts=True)
-        group_size = int(values[counts.argmax()])
-    place = np.arange(len(run)) - np.concatenate([[0], lengths.cumsum()])[run - 1]
-    cut = (lengths % group_size == 0)[run - 1]
-    part = np.where(cut, place // group_size, 0)
-    return np.unique(np.stack([run, part]), axis=1, return_inverse=True)[1].reshape(-1)
+    run = key.ne(key.shift()).cumsum()
+    lengths = run.value_counts(sort=False)
+    group_size = group_size or lengths.mode().iloc[0]
+    cut = run.map(lengths) % group_size == 0
+    part = (run.groupby(run).cumcount() // group_size).where(cut, 0)
+    return frame.groupby([run, part]).ngroup()
 
 
 def _without_repeats(frame):
