@@ -1,11 +1,11 @@
-"""Filtering on and off on easy, middle and hard sums: the studies that filter_groups.ipynb reads.
+"""Filtering on and off on easy and middle sums: the studies that filter_groups.ipynb reads.
 
-    OMP_NUM_THREADS=1 python studies/filter_groups.py             what is missing of all three, and the pools
-    OMP_NUM_THREADS=1 python studies/filter_groups.py hard        one of them
+    OMP_NUM_THREADS=1 python studies/filter_groups.py             what is missing of both, and the pools
+    OMP_NUM_THREADS=1 python studies/filter_groups.py middle      one of them
 
 A study is one call of `compare`: both arms get the same samples, and the same learning rates to choose from, tried on two
 other seeds and judged on problems that are neither trained on nor reported: the last of each training set are kept back. Start, order
-of tasks and held-out problems are shared by seed. A run that is finished is not run again (all: about twenty minutes on one idle core).
+of tasks and held-out problems are shared by seed. A run that is finished is not run again (both: about fifteen minutes on one idle core).
 What this leaves out: tuning of anything but the learning rate, other models, longer training.
 """
 
@@ -29,8 +29,8 @@ HERE = Path(__file__).parent
 ON = {"enable": True, "sizing": "adaptive", "log_format": None}
 ARMS = {"off": {}, "on": {f"filter_groups.{k}": v for k, v in ON.items()}}
 LRS = [6.25e-6, 1.25e-5, 2.5e-5, 5e-5, 1e-4, 2e-4]
-BUDGET = {"easy": 4800, "middle": 6400, "hard": 6400}  # samples generated per run
-KEPT_BACK = {"easy": 30, "middle": 200, "hard": 200}  # problems that only choose the rate
+BUDGET = {"easy": 4800, "middle": 6400}  # samples generated per run
+KEPT_BACK = {"easy": 30, "middle": 200}  # problems that only choose the rate
 G = 8  # samples per task
 KEEP = ("reward", "frac_reward_zero_std", "filter/filter_rate", "filter/kept")
 KEEP += ("filter/frac_all_high", "filter/frac_all_low", "train/num_gen_batches")
@@ -94,7 +94,7 @@ def pool(level: str, tasks: int = 120, samples: int = 32) -> dict:
 def pools(file: Path = HERE / "filter_groups_pools.json") -> dict:
     "The three pools, sampled once."
     if not file.exists():
-        found = {level: pool(level) for level in BUDGET}
+        found = {level: pool(level) for level in (*BUDGET, "hard")}
         rows = [f' "{k}": {json.dumps(v)}' for k, v in found.items()]
         file.write_text("{\n" + ",\n".join(rows) + "\n}\n")
     return json.loads(file.read_text())

