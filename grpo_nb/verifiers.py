@@ -100,7 +100,8 @@ class _AnswerFinder:
 # %% ../nbs/method/02_verifiers.ipynb #d4c50426
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _WRAPPED = re.compile(
-    r"(\$\$?|\*\*?|__|`)(?P<a>.+)\1\.?|\\\((?P<b>(?:(?!\\\)).)+)\\\)\.?|\\\[(?P<c>(?:(?!\\\]).)+)\\\]\.?",
+    r"(\$\$?|\*\*?|__|`)(?P<a>.+)\1\.?|\\\((?P<b>(?:(?!\\\)).)+)\\\)\.?|\\\[(?P<c>(?:(?!\\\]).)+)\\\]\.?"
+    r"|\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|underline) ?\{(?P<d>[^{}]*)\}\.?",
     re.DOTALL,
 )
 _PLAIN = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)} | {0x2212: "-", 0x3000: " "}
@@ -121,22 +122,22 @@ def _bare(text: str) -> str:
     text = text.translate(_PLAIN).strip()
     text = _last_box(text).strip() if _BOX.search(text) else text
     while (match := _WRAPPED.fullmatch(text)) and (not match[1] or match[1] not in match["a"]):
-        text = (match["a"] or match["b"] or match["c"]).strip()
+        text = (match["a"] or match["b"] or match["c"] or match["d"]).strip()
     return " ".join(text.split())
 
 # %% ../nbs/method/02_verifiers.ipynb #fc93cdbb
 _UNITS = """$ dollar dollars USD; € euro euros EUR; £ GBP; ¥ yen JPY; ₹ rupees INR; cent cents
 % percent; ° degree degrees; °C; °F; mm millimeters; cm centimeters; km kilometer kilometers kilometre kilometres
-meter meters metre metres; inch inches; ft foot feet; yd yard yards; mi mile miles; mg; kg kilogram kilograms; gram grams
-lb lbs pound pounds; oz ounce ounces; ml; liter liters litre litres; ms; sec second seconds; min minute minutes
-hr hour hours; day days; week weeks; month months; year years; km/h kmh; m/s; mph"""
+meter meters metre metres m; inch inches; ft foot feet; yd yard yards; mi mile miles; mg; kg kilogram kilograms; gram grams g
+lb lbs pound pounds; oz ounce ounces; ml; liter liters litre litres L; ms; sec second seconds s; min mins minute minutes
+hr hour hours h; unit units; day days; week weeks; month months; year years; km/h kmh; m/s; mph"""
 _UNIT = {name: unit.split()[0] for unit in re.split("[;\n]", _UNITS) for name in unit.split()}
 _NUMBER = re.compile(
     r"(?P<sign>[-+]?) ?(?:(?P<money>[$€£¥₹]) ?)?(?P<minus>[-+]?)(?:"
     r"(?P<digits>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?: [0-9]{3}){2,}|[0-9]*)(?P<decimals>\.[0-9]+)?"
     r"(?P<power>[eE][-+]?[0-9]{1,3})?"
     r"|(?:(?P<whole>[0-9]+) )?(?P<above>[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+) ?/ ?(?P<below>[0-9]+))"
-    r" ?(?P<unit>[A-Za-z€£¥₹$%°/]*)(?P<exponent>[²³]|\^\{?[23]\}?|)\.?"
+    r" ?(?P<unit>(?!(?<! )[A-Za-z](?![A-Za-z/°]))[A-Za-z€£¥₹$%°/]*)(?P<exponent>[²³]|\^\{?[23]\}?|)\.?"
 )
 
 # %% ../nbs/method/02_verifiers.ipynb #aef85dda
@@ -170,6 +171,16 @@ def _plain_value(match: re.Match) -> Fraction | None:
 def _same_quantity(a: tuple[Fraction, str] | None, b: tuple[Fraction, str] | None) -> bool:
     "Equal values; a unit that only one of them has is ignored."
     return None not in (a, b) and a[0] == b[0] and (a[1] == b[1] or "" in (a[1], b[1]))
+
+
+def _without_unit(text: str) -> tuple[str, str]:
+    "A formula and the unit behind it; empty if it has none."
+    behind = r"(.+?)(?:\\[,; ]|[~ ])*\\(?:text|mathrm|mbox) ?\{ ?(?:(square|sq\.?|cubic) )?([A-Za-z/]+)\.? ?\}(?:\^\{?([23])\}?)?"
+    match = re.fullmatch(behind, text)
+    unit = match and _UNIT.get(match[3], match[3])
+    if match is None or unit not in _UNIT.values():
+        return text, ""
+    return match[1], unit + (match[4] or {None: "", "cubic": "3"}.get(match[2], "2"))
 
 # %% ../nbs/method/02_verifiers.ipynb #4ada210a
 def _number_texts(value: Any) -> list[str]:
@@ -243,14 +254,17 @@ _ANNOUNCED = re.compile(  # before the answer of a sentence
     r"(?i)\b(?:is|are|was|be|answer|result|total|gets?|gives?|giving|makes?|takes?|took|has|have|leaves?|therefore|thus|hence|so"
     r"|equals?|exactly|only|(?:equal|comes|adds up|amounts|evaluates|simplifies) to|left with|total of)$|[:=]$|(?<!\d)[.!]$"
 )
+_EMPHASIS = r"(?<!\S)(?:\*\*?|`)(?=\S)|(?<=\S)(?:\*\*?|`)(?=[.,:]?(?:\s|$))"
 _ONE_OF_SEVERAL = re.compile(r"(?:\$|\\\)|\\\])\s*(?:[,;]?\s*(?:and|or)|[,;])\s*$")  # $5$ or $6$
 
 
 def _is_prose(text: str) -> bool:
-    "What a parser of LaTeX would multiply, add or drop: words, numbers side by side, bases, lines, several formulas."
+    "What a parser of LaTeX would multiply, add or drop: words, primes, dots, numbers side by side, bases, lines, several formulas."
     plain = re.sub(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+(?:_\w)?", "|", text)
-    odd = r"[A-Za-z]{3,}|[0-9]\s+[0-9]|[0-9)}]\s*_|\b0[xXbBoO][0-9]|(?<!\\)\$|\\[(\[]"
-    return bool(re.search(odd, plain)) or "\\\\" in text and "\\begin" not in text
+    odd = r"[A-Za-z]{3,}|[0-9]\s+[0-9]|[0-9)}]\s*_|\b0[xXbBoO][0-9]|(?<!\\)\$|\\[(\[]|'"
+    odd_in_latex = r"\\(?:[lc]?dots|approx|equiv|sim|prime)(?![A-Za-z])"
+    lines = "\\\\" in text and "\\begin" not in text
+    return lines or bool(re.search(odd, plain) or re.search(odd_in_latex, text))
 
 
 def _mathematics(text: str) -> str:
@@ -267,7 +281,7 @@ def _mathematics(text: str) -> str:
         return text if _ONE_OF_SEVERAL.search(text[:start]) else _bare(answer)
     if not _is_prose(text) or _quantity(text):
         return text
-    *before, last = text.split()
+    *before, last = re.sub(_EMPHASIS, "", text).split()
     if before and _quantity(last) is None:  # a number and its unit
         *before, last = *before[:-1], f"{before[-1]} {last}"
     announced = not before or _ANNOUNCED.search(" ".join(before))
@@ -314,11 +328,13 @@ def _only_digits_are_numbers() -> Iterator[None]:
 # %% ../nbs/method/02_verifiers.ipynb #ed585e27
 def _read_math(text: str, limit: int) -> Any:  # a sympy object; None if it cannot be read
     "LaTeX as math-verify reads it; i is the imaginary unit."
+    from latex2sympy2_extended.math_normalization import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
     from math_verify.utils import timeout
     from sympy import I
 
-    latex = [LatexExtractionConfig()]
+    how = NormalizationConfig(malformed_operators=True, nits=True)  # no unit is dropped
+    latex = [LatexExtractionConfig(normalization_config=how)]
     with _only_digits_are_numbers():
         found = parse(f"${text}$", latex, "no_fallback", parsing_timeout=limit, raise_on_error=True)
     if not found:
@@ -341,11 +357,23 @@ def _same_math(gold: Any, guess: Any, limit: int) -> bool:
     return bool(simplify(gold - guess) == 0)
 
 # %% ../nbs/method/02_verifiers.ipynb #99b944b9
+def _capitals_apart(*texts: str) -> list[str]:
+    "R as a name of its own where r occurs too: math-verify takes one for the other."
+    letters = set(re.sub(r"\\[A-Za-z]+", "", " ".join(texts)))
+    name = lambda m: m[1] or f"x_{{{ord(m[2])}}}" if m[1] or m[2].lower() in letters else m[2]
+    capitals = r"(\\math\w+ ?\{?[A-Z]|\\[A-Za-z]+)|(?<!_)(?<!_\{)([A-Z])(?!_)"
+    return [re.sub(capitals, name, text) for text in texts]
+
+
 def _equal_math(found: str, reference: str, limit: int) -> bool:
     "Whether two pieces of mathematics are equal, in `limit` seconds a step."
     from math_verify.errors import TimeoutException
     from math_verify.utils import timeout
 
+    (found, unit), (reference, wanted) = _without_unit(found), _without_unit(reference)
+    several = [text.count(",") for text in (found, reference) if "\\{" not in text]  # 1,2 or 1,2,2
+    if unit and wanted and unit != wanted or all(several) and len({*several}) == 2:
+        return False
     pair = _quantity(found), _quantity(reference)
     base = lambda text: re.sub(r"_\{(\w+)\}", r"_\1", text).split()  # 101_2 and 101_{2}
     same = base(found) == base(reference)
@@ -353,6 +381,7 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
         return same or _same_quantity(*pair)
     if _is_prose(reference):
         return False
+    found, reference = _capitals_apart(found, reference)
     gold = _read_math(reference, limit)
     if gold is None:
         raise ValueError(f"math-verify cannot parse the reference {reference!r}")
