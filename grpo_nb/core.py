@@ -309,11 +309,26 @@ class Rollout:
     info: dict[str, Any] = field(default_factory=dict)  # further columns, (N, ...) each
 
     def __post_init__(self):
-        self.group_N = torch.as_tensor(self.group_N)
+        for name in ("group_N", "mask_NS", "old_logp_NS"):
+            setattr(self, name, torch.as_tensor(getattr(self, name)))
         if self.group_N.ndim != 1 or self.group_N.is_floating_point():
             raise ValueError(
                 f"group_N must be (N,) integers, got {tuple(self.group_N.shape)} {self.group_N.dtype}."
             )
+        mask = self.mask_NS
+        if mask.ndim != 2 or mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
+            raise ValueError(
+                f"mask_NS must be (N, S) of 0 and 1, got {tuple(mask.shape)} {mask.dtype}."
+            )
+        self.mask_NS = mask.bool()
+        for name, ndim in (("rewards_NR", 2), ("rewards_NRK", 3)):
+            x = getattr(self, name)
+            x = x if x is None else torch.as_tensor(x)
+            if x is not None and (x.ndim != ndim or x.is_complex()):
+                raise ValueError(
+                    f"{name} must be {ndim} dimensions of real numbers, got {tuple(x.shape)} {x.dtype}."
+                )
+            setattr(self, name, x)
         for name, value in self.columns().items():
             if len(value) != len(self):
                 raise ValueError(

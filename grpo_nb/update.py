@@ -498,7 +498,7 @@ def _check(c, policy, rollout, advantages, reference, generator):
     got = tuple(advantages.shape) if torch.is_tensor(advantages) else type(advantages).__name__
     if got not in ((n,), (n, s)):
         raise ValueError(f"advantages must be a tensor ({n},) or ({n}, {s}), got {got}.")
-    if advantages.is_complex():
+    if advantages.is_complex() or advantages.dtype == torch.bool:
         raise ValueError(f"advantages are {advantages.dtype}: they must be real.")
     if n and (not s or "greedy" in rollout.info):
         raise ValueError(

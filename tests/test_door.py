@@ -1,6 +1,7 @@
 "What goes in at the door of a training: what is given is used, refused or told, and what ran is what the record says."
 
 import contextlib
+import functools
 import json
 import re
 import warnings
@@ -20,7 +21,7 @@ from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.reward_runner import RewardRunner
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
-from grpo_nb.verifiers import exact_answer
+from grpo_nb.verifiers import exact_answer, length_target
 
 ROWS = [{"prompt": f"<bos>{i}+1=", "answer": str(i + 1)} for i in range(8)]
 SMALL = {"steps": 2, "train_batch_size": 2, "num_generations": 2, "run.progress": False}
@@ -146,6 +147,31 @@ def test_the_record_says_what_ran_and_load_makes_it_again_or_asks(case, tmp_path
     assert {k: getattr(again.policy, k) for k in sampling} == {k: getattr(ran, k) for k in sampling}
     assert again.fit().step_done == 2
     again.close()
+
+
+LATE = {  # set after the trainer is made -> what is said
+    "policy.temperature": 0.5,
+    "filter_groups.enable": True,
+    "rewards.run.on_none": "raise",
+    "optimizer.lr": None,  # is read at every step
+}
+
+
+@pytest.mark.parametrize("key", LATE)
+def test_what_is_set_later_is_used_and_recorded_or_refused(key, tmp_path, policy):
+    old, (section, _, name) = length_target(3), key.rpartition(".")
+    trainer = GRPO(policy, ROWS, {"len": old}, SMALL | {"run.dir": str(tmp_path / "run")}).fit(1)
+    setattr(functools.reduce(getattr, section.split("."), trainer.config), name, LATE[key] or 0.5)
+    if LATE[key]:
+        with pytest.raises(ValueError, match=f"{key} was set to .* after the trainer was made"):
+            trainer.fit(1)
+        return trainer.close()
+    with pytest.warns(UserWarning, match="configuration differs from the run's in: optimizer.lr"):
+        trainer.fit(1).close()
+    events = trainer.run.events()
+    assert events[events.kind == "config_changed"].changes.tolist() == [{key: [1e-4, 0.5]}]
+    with pytest.warns(UserWarning, match="rewards.functions.len.reward was .*, and goes on as"):
+        GRPO.load(tmp_path / "run", policy=policy, tasks=ROWS, rewards={"len": length_target(9)})
 
 
 def test_a_file_that_holds_other_tasks_by_now_is_refused_unless_they_are_given(tmp_path):
@@ -318,6 +344,12 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
         (lambda p: GRPO.from_config({"policy.model": "none", "run.dir": __file__}), "run.dir: .* is no folder"),
         (lambda p: GRPO.from_config({"policy.model": "none", "run.dir": f"{__file__}/x"}), "run.dir: .* is no folder"),
         (lambda p: GRPO(p, ["1+1="], RIGHT), "must be a dict|prompt"),
+        (lambda p: load_config(None, ["tasks.eval={a: x.jsonl, b: 3}"]), "must be text or {name: text}"),
+        (lambda p: open_stream(load_config(None, ["tasks.tasksets=[{path: 3}]"])), "needs a path"),
+        (lambda p: open_policy({"engine": {"kind": "vllm"}}), "policy.engine: url must be text"),
+        (lambda p: TokenPolicy(p.model, p.tokenizer, stop=-1), "stop=-1 is not one token"),
+        (lambda p: TokenPolicy(p.model, p.tokenizer, stop=[10**6]), "stop=1000000 is not one token"),
+        (lambda p: TokenPolicy(p.model, p.tokenizer, temperature=float("inf")), "must be > 0 and finite"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_one_line_with_what_to_do(do, message, policy):

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -384,6 +385,7 @@ VERL = """\
         ("=1. Keep", "=1 < max_num_gen_batches=2. Keep"),
         ("=5 <", "=np.int64(5) <"),
         ("batches=2 >", "batches=np.int64(2) >"),
+        ("generating...\n(TaskRunner pid=42)", "generating..."),  # two messages on a line
     ],
 )
 @pytest.mark.parametrize("encoding", "utf-8-sig utf-16 utf-16-le utf-16-be".split())
@@ -404,6 +406,15 @@ def test_what_looks_like_filtering_and_is_not_understood_is_shown():
         assert s["unread"] == [line] and f"not understood: {line}" in format_summary(s)
     s = parse_filter_logs("Generated batch 1, 1,024 prompts\nFiltered (std=0): 1,000\n")[1]
     assert (s["prompts"], s["filtered"]) == (1024, 1000)
+    s = parse_filter_logs(
+        "num_prompt_in_batch=3 < prompt_bsz=8 num_prompt_in_batch=8 >= prompt_bsz=8"
+    )[1]
+    assert s["num_gen_batches"] == 2
+    start = time.monotonic()
+    parse_filter_logs(
+        "\n".join([*STEP, "[151644, " * 20_000, "kept " * 40_000])
+    )  # token ids, printed
+    assert time.monotonic() - start < 5
     s = parse_filter_logs("train/num_gen_batches:2.0e+00 - train/filter_rate:2.5e-01\n")[1]
     assert s["num_gen_batches"] == 2 and s["steps"][0]["outcome"] == "full"
 

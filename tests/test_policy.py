@@ -217,10 +217,11 @@ def test_whatever_peft_trains_is_scored_copied_and_stored(tokenizer, options, tm
     [
         (True, "{} for r=8; got True"),
         ({"modules_to_save": ["nonesuch"]}, "finds nothing to train"),
-        ({"target_modules": ["q_proj", "nonesuch"]}, "'nonesuch' finds nothing to train"),
+        ({"target_modules": ["q_proj", "nonesuch"]}, "layer in lora.target_modules 'nonesuch'"),
         ({"trainable_token_indices": [99]}, "out of bounds"),
         ({"layer_replication": [[0, 1], [0, 1]]}, "its layers share weights"),
-        ({"rank": 4}, "its keys are those of peft.LoraConfig"),
+        ({"rank": 4}, "Unknown key of lora 'rank'. Did you mean"),
+        ({"target_modules": ["q_porj"]}, "'q_porj'. Did you mean 'q_proj'"),
     ],
     ids=str,
 )
@@ -395,6 +396,24 @@ def test_an_adapter_is_written_in_the_format_of_peft(tmp_path):
         again = TokenPolicy(peft.PeftModel.from_pretrained(base.model, tmp_path), base.tokenizer)
     ids = torch.tensor([p.encode("<bos>42-25=")])
     assert torch.equal(again.model(ids).logits, p.model(ids).logits)
+
+
+def test_the_adapter_that_is_trained_is_the_one_that_is_stored(tokenizer, tmp_path):
+    wrapped = peft.get_peft_model(
+        load_model("data:tiny-llama")[0], peft.LoraConfig(target_modules=["q_proj"]), "first"
+    )
+    wrapped.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"]))
+    wrapped.set_adapter("second")
+    p = TokenPolicy(wrapped, tokenizer)
+    p.parameters()[1].data += 0.5
+    p.save_adapter(tmp_path)
+    again = TokenPolicy.from_pretrained(tmp_path)
+    ids = torch.tensor([p.encode("<bos>42-25=")])
+    assert torch.equal(again.model(ids).logits, p.model(ids).logits)
+    for idle in (wrapped.merge_adapter, wrapped.base_model.disable_adapter_layers):
+        idle()
+        with pytest.raises(ValueError, match="merged or disabled, so they cannot be trained"):
+            TokenPolicy(wrapped, tokenizer)
 
 
 def test_a_policy_is_pushed_to_a_hub_and_refused_offline(tmp_path, monkeypatch):

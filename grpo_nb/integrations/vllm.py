@@ -65,7 +65,7 @@ class VLLM:
 
     def __init__(
         self,
-        url: str,  # http://HOST:PORT
+        url: str | None = None,  # http://HOST:PORT; needed
         **options,  # see `VLLMConfig`
     ):
         self.config = build_config(VLLMConfig, {"url": url, **options}, "policy.engine")

@@ -31,8 +31,8 @@ _PATTERNS = {  # what a line says: the text it is found in, with names for its n
     "filter_rate": rf"train/filter_rate['\"]? ?[:=] ?(?P<filter_rate>{_N})",
 }
 _HINT = re.compile(  # a line that should have been understood
-    r"(?i)generated batch|\b(?:filtered|kept|accumulated|dropped|discarded)\b[^.]*\d|num_prompt_in_batch|"
-    r"\bfiltering \d|zero[- ](?:variance|std)|\d[^.:]*\b(?:groups?|prompts?)\b[^.:]*\b(?:filtered|removed|dropped|skipped)|"
+    r"(?i)generated batch|\b(?:filtered|kept|accumulated|dropped|discarded)\b[^.]{0,80}\d|num_prompt_in_batch|"
+    r"\bfiltering \d|zero[- ](?:variance|std)|\d[^.:]{0,80}\b(?:groups?|prompts?)\b[^.:]{0,80}\b(?:filtered|removed|dropped|skipped)|"
     r"(?<!max_)num_gen_batches|enough data|\b(?:skipp|dropp|remov|discard|filter)(?:ing|ed) (?:group|prompt)"
 )
 
@@ -42,13 +42,11 @@ def _match_line(line: str) -> list[tuple[str, dict]]:
 
     number = lambda v: int(v) if v.isdigit() else float(v)
     line = re.sub(r"\b(?:np|numpy|tensor)\.?\w*\(([^()]*)\)", r"\1", line)  # np.int64(2)
-    line = re.sub(r"(?<=\d),(?=\d{3}\b)", "", line)  # 1,024
-    found = []
-    for fact, text in _PATTERNS.items():
-        if match := re.search(text, line):
-            there = {k: v for k, v in match.groupdict().items() if v is not None}
-            found.append((fact, {k: number(v) for k, v in there.items()}))
-    return found
+    line = re.sub(r"(?<=\d)[,_](?=\d{3}\b)", "", line)  # 1,024
+    found = [(m, fact) for fact, text in _PATTERNS.items() for m in re.finditer(text, line)]
+    found.sort(key=lambda x: x[0].start())
+    there = lambda m: {k: number(v) for k, v in m.groupdict().items() if v is not None}
+    return [(fact, there(match)) for match, fact in found]
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #1c3c4868
 class _Reader:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -87,7 +88,7 @@ class TasksConfig(StreamConfig):
     "Tasks to train and to evaluate on."
 
     train: str | None = "data:tasks/middle_train.jsonl"  # file, or "data:NAME" in data/
-    eval: str | dict | None = "data:tasks/middle_eval.jsonl"  # file, or {name: file}
+    eval: str | dict[str, str] | None = "data:tasks/middle_eval.jsonl"  # file, or {name: file}
     prompt: str = "prompt"  # name of the prompt column
     tasksets: list | None = None  # several tasksets instead of `train`: {name, path, selector, ...}
     shares: Any = "size"  # how they are mixed, see `TasksetScheduler`
@@ -317,7 +318,7 @@ def _complete_entry(
     config: GRPOConfig,
 ) -> dict:
     "A taskset entry with its file found; its selector draws from the seed of the run unless it has its own."
-    if not isinstance(entry, Mapping) or "path" not in entry:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("path"), (str, Path)):
         raise ValueError(f"An entry of tasks.tasksets needs a path, got {entry!r}.")
     entry = {"name": Path(entry["path"]).stem} | dict(entry) | {"path": _locate(entry["path"])}
     entry.setdefault("prompt", config.tasks.prompt)
@@ -466,11 +467,18 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
     recorded = "(run.(wandb|tensorboard|name|if_exists|samples_every|samples_rows)|checkpoint.*)"
     judged, best = bool(trainer.eval_tasks), _at(now, "checkpoint.keep_best") and c.eval.every
     groups, loss, stop = c.filter_groups, c.update.loss, c.update.kl_stop
+    held = trainer.eval_tasks if isinstance(trainer.eval_tasks, Mapping) else ()
+    names = trainer.rewards.components
+    each = ["sampled", *(["reward", *(f"sampled/{n}" for n in names)] if names[1:] else [])]
+    each = ["greedy"] * c.eval.greedy + each * bool(c.eval.samples)
+    scores = [f"eval_{p}{s}" for p in ("", *(f"{k}/" for k in held)) for s in each]
+    lost = best and judged and _at(now, "checkpoint.best") not in scores
     limits = stop.target or stop.target_ref
     rules = [
         (recorded, unrecorded, "needs run.dir"),
         ("eval.(every|samples|greedy|limit)", not judged, "needs held-out tasks"),
         ("checkpoint.(keep_best|best)", not (best and judged), "needs eval.every and keep_best"),
+        ("checkpoint.(keep_best|best)", lost, f"best is one of {', '.join(scores)}"),
         ("filter_groups.(?!metric).*", unfiltered, "needs filter_groups.enable"),
         ("filter_groups.max_staleness", groups.surplus != "carry", "needs surplus=carry"),
         ("filter_groups.filter_rate_ema", groups.sizing != "adaptive", "needs sizing=adaptive"),
@@ -490,6 +498,27 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
 
 
 GRPO.accompany(_refuse_dead_keys)
+
+
+def _refuse_late_keys(trainer: GRPO) -> SimpleNamespace:
+    "What is read only when a trainer is made cannot be set later."
+    once = r"(policy|tasks|rewards)\..*|seed|threads|application|optimizer.(betas|weight_decay).*|filter_groups.enable"
+    if trainer.collector is not None:
+        once += r"|train_batch_size|num_generations|advantage.(mode|weights).*"
+    read = lambda: flat_keys(plain(config_tree(trainer.config)))
+    before = read()
+
+    def check(trainer):
+        now = read()
+        if late := [k for k in now if now[k] != before.get(k) and re.fullmatch(once, k)]:
+            raise ValueError(
+                f"{late[0]} was set to {now[late[0]]!r} after the trainer was made, which has read it: set it before."
+            )
+
+    return SimpleNamespace(on_batch_start=check)
+
+
+GRPO.accompany(_refuse_late_keys)
 
 # %% ../../nbs/lab/03_recipe.ipynb #eca4d734
 def _read_checkpoint(
@@ -533,10 +562,11 @@ def load(
     _ask_for_passed(tree, given + ["eval_tasks"] * (eval_tasks is not None))
     config = override(build_config(GRPOConfig, tree), {}, given=["tasks.eval"])
     config = override(config, overrides)
-    for key, name in functions_in(config).items():
-        if (before := dict(leaves(tree)).get(key)) not in (None, f"<passed: {name}>"):
-            warnings.warn(f"{key} was {before}, and goes on as {name}.", stacklevel=2)
     trainer = cls.from_config(config, **own, eval_tasks=eval_tasks, **kwargs)
+    before, now = dict(leaves(tree)), dict(leaves(described(trainer)))
+    for key in before.keys() & {*functions_in(config), *(k for k in now if "functions" in k)}:
+        if before[key] != now[key]:
+            warnings.warn(f"{key} was {before[key]}, and goes on as {now[key]}.", stacklevel=2)
     _check_same_parts(state["trainer"].get("parts", {}), part_facts(trainer), given)
     trainer.load_state_dict(state)
     trainer.session.saved_step = trainer.step_done

@@ -109,6 +109,7 @@ class Run:
         self.dir = Path(dir)
         self._lock = self._last = None
         self._files, self._mirrors, self._warned, self._secrets = {}, [], set(), []
+        self._changed = {}  # keys of the configuration that are known to differ
         self._status, self._status_at = {}, 0.0
         for path in self.dir.glob("*"):
             ours = path.suffix in (".json", ".jsonl", ".yaml") or path.name == "lock"
@@ -487,8 +488,9 @@ def _describe(self: Run, config: dict, name: str, parts: Any) -> None:
     changed = {k: [old.get(k), new.get(k)] for k in old | new if old.get(k) != new.get(k)}
     if not old:
         _write_tree(self.dir / "config.yaml", config)
-    elif changed and new:
-        self.event("config_changed", changes=changed)
+    elif changed and new and changed != self._changed:
+        self._changed = changed
+        self.event("config_changed", step=self._last, changes=changed)
         self.warn("config", f"configuration differs from the run's in: {', '.join(changed)}")
     if not self.environment:
         env = environment(config.get("seed")) | parts

@@ -188,6 +188,8 @@ def on_fit_end(self: Session, trainer: GRPO):
         left = getattr(trainer.stream, "left", None)
         self.run.event("ended", step=step, reason=stop, tasks_left=left)
     try:
+        if self.run is not None:
+            self._note_changes()
         if not trainer.broken:
             self._autosave(end=True)
     except (CheckpointError, OSError):
@@ -370,11 +372,17 @@ def task_facts(tasks: Any) -> str:
 
 
 def _function_name(function: Any) -> str:
-    "Where a function was defined, and a checksum of its text where there is one."
+    "Where a function was defined, and a checksum of its text, where there is one, and of the numbers and texts bound to it."
+    bound = {}
+    while isinstance(function, functools.partial):
+        bound, function = dict(enumerate(function.args)) | function.keywords | bound, function.func
     function = function if hasattr(function, "__qualname__") else type(function)
-    with contextlib.suppress(OSError, TypeError):
-        source = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
-        return f"{plain(function)} {source}"
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        text = inspect.getsource(function)
+        if inspect.isfunction(function):
+            bound |= inspect.getclosurevars(function).nonlocals
+        text += "".join(f"{k}={v!r}" for k, v in bound.items() if isinstance(v, (str, int, float)))
+        return f"{plain(function)} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return plain(function)
 
 # %% ../../nbs/lab/02_session.ipynb #bf326cfe
@@ -509,11 +517,20 @@ def open_run(self: GRPO):
 
 
 @patch
+def _note_changes(self: Session):
+    "Note in the record what was set in the configuration, or on the objects, since it was made."
+    tree = described(self.trainer) | {"run": self.run.config.get("run")}
+    self.run._describe(hide_secrets(plain(tree)), self.run.name, {})
+
+
+@patch
 def _open_run(self: Session) -> Mapping | None:  # the state that was loaded
     trainer, state, c = self.trainer, None, self.setting("run")
     if self.run is not None and self.closed:
         self.resumed_run, self.run = self.run.dir, None
     folder = self.resumed_run or c.dir
+    if self.run is not None:
+        self._note_changes()
     if self.run is not None or not folder:
         return None
     again = self.resumed_run is not None or c.if_exists == "resume" and is_run(folder)

@@ -13,12 +13,13 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from ..config import one_of
+from ..config import one_of, unknown_name
 from ..core import ONE_THREAD, seed_globally, seed_of
 from ..tasks import data_path
 
@@ -222,8 +223,15 @@ def add_lora(
         raise ValueError(f"lora takes options of peft.LoraConfig, {{}} for r=8; got {options!r}.")
     if _has_adapters(model):
         raise ValueError("The model has adapters, and those are trained: leave lora out.")
-    options = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"} | options
-    seed = options.pop("seed", 0)
+    options = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "seed": 0} | options
+    for key in options:
+        one_of("key of lora", key, ["seed", *(f.name for f in fields(LoraConfig))])
+    layers, wanted = dict(model.named_modules()), options["target_modules"]
+    known = {k.rpartition(".")[2] for k in layers} - {""}
+    for name in [] if isinstance(wanted, str) else wanted or []:
+        if not any(f".{k}".endswith(f".{name}") for k in layers):
+            raise ValueError(unknown_name("layer in lora.target_modules", name, known))
+    seed = options.pop("seed")
     with seed_globally(seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tied layers: see `merge_lora`
         try:
@@ -235,16 +243,19 @@ def add_lora(
                 )
             inject_adapter_in_model(config, model)
         except (TypeError, ValueError, IndexError) as e:
-            raise ValueError(
-                f"lora: {e} Its keys are those of peft.LoraConfig, and seed."
-            ) from None
+            raise ValueError(f"lora: {e}") from None
     _check_extras(model, config)
     return model
 
 # %% ../../nbs/method/02_policies.loading.ipynb #d007d0b1
 def _has_adapters(model: nn.Module) -> bool:
-    "Whether layers of the model are wrapped by peft."
-    return any(type(layer).__module__.startswith("peft.") for layer in model.modules())
+    "Whether layers of the model are wrapped by peft, which have to be at work."
+    found = [m for m in model.modules() if type(m).__module__.startswith("peft.")]
+    if any(getattr(m, "merged", False) or getattr(m, "disable_adapters", False) for m in found):
+        raise ValueError(
+            "The model's adapters are merged or disabled, so they cannot be trained: unmerge_adapter() or enable_adapter_layers() first."
+        )
+    return bool(found)
 
 # %% ../../nbs/method/02_policies.loading.ipynb #92fd73d2
 def _check_extras(model: nn.Module, config):
@@ -252,8 +263,6 @@ def _check_extras(model: nn.Module, config):
     asked = {
         f"modules_to_save={m!r}": f"{m}.modules_to_save." for m in config.modules_to_save or ()
     }
-    for m in () if isinstance(config.target_modules, str) else config.target_modules or ():
-        asked[f"target_modules={m!r}"] = f"{m}."
     for m in getattr(config, "target_parameters", None) or ():
         asked[f"target_parameters={m!r}"] = f"{m.rpartition('.')[0] or m}."
     if config.bias != "none":
@@ -348,7 +357,6 @@ def _check_merged(model: nn.Module, plain: nn.Module):
 def write_adapter(
     model: nn.Module,  # with adapters
     path: str | Path,  # a folder, made if missing
-    source: str | None = None,  # of the model below them, noted there
 ):
     "Write what LoRA trained, and nothing else, in peft's format."
     if not _has_adapters(model):
@@ -356,11 +364,16 @@ def write_adapter(
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    config = copy.copy(model.peft_config["default"])
-    config.base_model_name_or_path, config.task_type = source, "CAUSAL_LM"
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = {tuple(m.active_adapters) for m in model.modules() if isinstance(m, BaseTunerLayer)}
+    if len(found) != 1 or len(names := found.pop()) != 1:
+        raise ValueError("Several adapters are active: activate one, model.set_adapter(name).")
+    config = copy.copy(model.peft_config[names[0]])
+    config.base_model_name_or_path, config.task_type = model.name_or_path, "CAUSAL_LM"
     config.inference_mode = True
     config.save_pretrained(path)
-    weights = get_peft_model_state_dict(model, adapter_name="default")
+    weights = get_peft_model_state_dict(model, adapter_name=names[0])
     weights = {f"base_model.model.{k}": v.contiguous() for k, v in weights.items()}
     save_file(weights, Path(path, "adapter_model.safetensors"), metadata={"format": "pt"})
 

@@ -70,10 +70,8 @@ class TokenPolicy:
         **unknown,  # refused
     ):
         check_options(TokenPolicy, unknown)
-        if not temperature > 0:
-            raise ValueError(
-                f"temperature must be > 0 (greedy decoding is sample(..., greedy=True)), got {temperature}."
-            )
+        greedy = "temperature (greedy: sample(..., greedy=True))"
+        temperature = check_number(greedy, temperature, 0, above=True)
         check_number("top_p", top_p, 0, 1, above=True)
         check_number("top_k", top_k, 0, whole=True)
         check_number("max_new_tokens", max_new_tokens, 1, whole=True)
@@ -91,7 +89,7 @@ class TokenPolicy:
         self.temperature = temperature
         self.top_k = top_k
         self.top_p = top_p
-        self.stop = sorted({*_stop_tokens(model, tokenizer), *_stop_ids(stop, tokenizer)})
+        self.stop = sorted({*_stop_tokens(model, tokenizer), *_stop_ids(stop, model, tokenizer)})
         self.chat = bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
         self.system_prompt = system_prompt
         self.chunk_tokens = chunk_tokens
@@ -129,17 +127,17 @@ class TokenPolicy:
         return self.max_new_tokens if self.engine is None else None
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #d1eca90c
-def _stop_ids(stop: int | str | list | None, tokenizer) -> list[int]:
+def _stop_ids(stop: int | str | list | None, model, tokenizer) -> list[int]:
     "Token ids of stops that are ids or texts."
-    found = []
+    found, ids_of_model = [], range(model.config.get_text_config().vocab_size)
     given = [] if stop is None else stop if isinstance(stop, (list, tuple, set)) else [stop]
     for x in given:
         ids = tokenizer(x, add_special_tokens=False).input_ids if isinstance(x, str) else [x]
-        if len(ids) != 1 or type(ids[0]) is not int:
+        if len(ids) != 1 or isinstance(ids[0], bool) or ids[0] not in ids_of_model:
             raise ValueError(
                 f"stop={x!r} is not one token of this tokenizer: give ids or texts that are."
             )
-        found += ids
+        found.append(int(ids[0]))
     return found
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #4d088c74
@@ -232,8 +230,9 @@ def save_pretrained(
 
 @patch
 def save_adapter(self: TokenPolicy, path: str | Path):
-    "Write what LoRA trained, and nothing else, in peft's format, see `write_adapter`."
-    write_adapter(self.model, path, self.source)
+    "Write what LoRA trained in peft's format, see `write_adapter`, and the tokenizer."
+    write_adapter(self.model, path)
+    self.tokenizer.save_pretrained(path)
 
 
 @patch
