@@ -170,7 +170,8 @@ def fingerprint(
     "A checksum of the tasks: of their file, else of their prompts and columns."
     rows = getattr(tasks, "rows", None)
     if path := getattr(rows, "path", None):
-        return sha256(path)[:16]
+        rows.sha256 = getattr(rows, "sha256", None) or sha256(path)[:16]  # as it was opened
+        return rows.sha256
     if len(tasks) > SMALL or not isinstance(getattr(rows, "rows", []), (list, tuple)):
         return None
     all_tasks = (tasks[i] for i in range(len(tasks)))

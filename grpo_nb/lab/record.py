@@ -482,16 +482,22 @@ def _free_folder(dir: Path, if_exists: str) -> Path:
 
 # %% ../../nbs/lab/01_record.ipynb #e442e656
 @patch
-def _describe(self: Run, config: dict, name: str, parts: Any) -> None:
-    "Write configuration and environment where they are missing; say where the configuration is another one."
+def _note_changes(self: Run, config: dict) -> None:
+    "Say where the configuration is another one than that of the record."
     old, new = flat_keys(self.config), flat_keys(config)
     changed = {k: [old.get(k), new.get(k)] for k in old | new if old.get(k) != new.get(k)}
-    if not old:
-        _write_tree(self.dir / "config.yaml", config)
-    elif changed and new and changed != self._changed:
+    if old and new and changed and changed != self._changed:
         self._changed = changed
         self.event("config_changed", step=self._last, changes=changed)
         self.warn("config", f"configuration differs from the run's in: {', '.join(changed)}")
+
+
+@patch
+def _describe(self: Run, config: dict, name: str, parts: Any) -> None:
+    "Write configuration and environment where they are missing; say where the configuration is another one."
+    if not self.config:
+        _write_tree(self.dir / "config.yaml", config)
+    self._note_changes(config)
     if not self.environment:
         env = environment(config.get("seed")) | parts
         _write_tree(self.dir / "environment.json", env)
