@@ -231,9 +231,17 @@ def _likely_cause(reasons: Mapping[str, int]) -> tuple[str, str]:
         n = reasons.get(cause, 0)
         if n >= 0.8 * total:
             return cause, f"{n} of {total} filtered groups: {text}"
+    low, high = (
+        f"{reasons.get(k, 0)} are all {v}" for k, v in (("all_low", "wrong"), ("all_high", "right"))
+    )
+    said = f"of {total} filtered groups {high} and {low}"
+    if varied := reasons.get("cancelled", 0):
+        return (
+            "mixed",
+            f"{said}; the rewards of {varied} vary, and the rule drops them: look at the rule",
+        )
     return "mixed", (
-        f"of {total} filtered groups {reasons.get('all_high', 0)} are all right and {reasons.get('all_low', 0)} all wrong: "
-        "raise num_generations, check that the samples of a group differ (temperature), or mix in middling tasks"
+        f"{said}: raise num_generations, check that the samples of a group differ (temperature), or mix in middling tasks"
     )
 
 # %% ../nbs/method/02_collector.ipynb #7c8d602a

@@ -471,8 +471,8 @@ def _make_config(config: Any, kind: type) -> TrainerConfig:
         return config
     if config is not None and not isinstance(config, Mapping):
         raise ValueError(
-            f"config is a {kind.__name__} or a mapping such as {{'optimizer.lr': 1e-5}}, got {config!r:.60}; "
-            "load_config reads a recipe."
+            f"config is a {kind.__name__} of grpo_nb or a mapping such as {{'optimizer.lr': 1e-5}}, got a "
+            f"{type(config).__module__}.{type(config).__name__}. load_config reads a recipe, config_from_trl TRL's settings."
         )
     return override(kind(), config or {})
 

@@ -406,7 +406,8 @@ def _ask_for_passed(tree: Mapping, given: Sequence[str]) -> None:
     lost: dict[str, list[str]] = {}
     for key, value in leaves(tree):
         part = "eval_tasks" if key.startswith("tasks.eval") else key.partition(".")[0]
-        again = part in given or any(f"{key}.".startswith(f"{k}.") for k in given)
+        keys = [k for k in given if k not in _PARTS]
+        again = part in given or any(f"{key}.".startswith(f"{k}.") for k in keys)
         if str(value).startswith("<passed: ") and not again:
             how = f"{part}=..." if part in _PARTS else f"{{{key!r}: function}}"
             lost.setdefault(how, []).append(value[9:-1])

@@ -33,6 +33,8 @@ from grpo_nb.policies.loading import (
     _stop_tokens,
     _unwrap_peft,
     upload,
+    warn_of_unseen,
+    with_vocabulary,
     write_adapter,
 )
 from ..processes import place, whole
@@ -84,7 +86,7 @@ class TokenPolicy:
         self.trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self.model = model.eval()
         self.network = Network(model, autocast)
-        self.tokenizer = tokenizer
+        self.tokenizer, self._seen = with_vocabulary(tokenizer), set()
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
         self.top_k = top_k
@@ -353,6 +355,7 @@ def encode_all(
     found = [_begun(*both) if x else both[0] for *both, x in zip(bare, full, plain)]
     for prompt, ids in zip(prompts, found):
         self._check_ids(prompt, ids)
+    self._seen |= warn_of_unseen(self.tokenizer, texts, self._seen)
     return found
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #3fbca113
