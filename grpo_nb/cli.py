@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from .trainer import GRPO
 def _score_table(columns: Mapping[str, Scores]) -> str:
     "Held-out scores with their intervals, as a table for a terminal."
     last = list(columns.values())[-1]
-    span, rows = "{:.3f} [{:.3f}, {:.3f}]".format, {"held-out accuracy": columns}
+    span, rows = "{:.3f} [{:.3f}, {:.3f}]".format, {"held-out tasks": columns}
     rows |= {name: [span(*s.values[name]) for s in columns.values()] for name in last.values}
     lines = [f"{k:<18}" + "".join(f" {text:>24}" for text in row) for k, row in rows.items()]
     said = f"({last.n_tasks} unseen tasks; sampled: {last.n_samples} samples each; 95 % bootstrap intervals over tasks)"
@@ -75,12 +74,10 @@ def train(
     say(trainer.policy)
     say(_plan(config, recipe))
     before = None if trainer.eval_tasks is None else trainer.evaluate()
-    start = time.perf_counter()
     trainer.fit()
-    seconds = time.perf_counter() - start
     row = trainer.history[-1] if trainer.history else {}
     say(
-        f"{trainer.step_done} steps, {row.get('n_rollouts_generated', 0)} samples, {seconds:.0f} s "
+        f"{trainer.step_done} steps, {row.get('n_rollouts_generated', 0)} samples, {trainer.seconds_trained:.0f} s "
         f"(sampling {row.get('gen_seconds', 0):.0f}, rewards {row.get('reward_seconds', 0):.0f}, updates "
         f"{row.get('train_seconds', 0):.0f})"
     )

@@ -254,10 +254,10 @@ def _unknown_key(key: str, owner: type, root: type) -> str:
     kind = f"Unknown key {key!r} in the configuration."
     if name in (ours := getattr(owner, "elsewhere", {})):
         return f"{kind} Here it is {ours[name]!r}."
-    everywhere = _keys(root)
-    near = difflib.get_close_matches(name, everywhere, cutoff=0.8)
+    words = ours | _keys(root)  # the whole key of each
+    near = difflib.get_close_matches(name, words, cutoff=0.8)
     if near and not difflib.get_close_matches(name, names, cutoff=0.8):
-        return f"{kind} Did you mean {everywhere[near[0]]!r}?"
+        return f"{kind} Did you mean {words[near[0]]!r}?"
     return kind + unknown_name("", name, names).removeprefix(f"Unknown  {name!r}.")
 
 # %% ../nbs/ground/00_config.ipynb #660642b3

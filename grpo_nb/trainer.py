@@ -338,6 +338,7 @@ def _end_step(
 ) -> dict[str, float]:
     "Complete the row of a step."
     self.step_done += 1
+    row = {"step": self.step_done} | row
     selection = self.batch_rows["selection"]
     known = [r.get("selection/groups", 0) - r.get("selection/ignored_groups", 0) for r in selection]
     row |= merge_rows(self.batch_rows["reward"]) | self.counters.row()
@@ -657,7 +658,7 @@ def evaluate(
     c = self.config
     found = evaluate_policy(
         self.policy,
-        self.eval_tasks if tasks is None else tasks,
+        self.eval_tasks if tasks is None else _open_eval_tasks(tasks, c),
         self.rewards,
         c.eval.samples if samples is None else samples,
         c.eval.greedy,

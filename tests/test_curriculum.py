@@ -185,7 +185,7 @@ def test_a_stream_that_ends_counts_what_is_left_and_nothing_trained_is_an_error(
     ]  # fmt: skip
     assert main(["train", *options]) == code
     said = capsys.readouterr()
-    assert ("Nothing was trained" in said.err) == ("held-out accuracy" not in said.out) == code
+    assert ("Nothing was trained" in said.err) == ("held-out tasks" not in said.out) == code
     run = LoggedRun.open(tmp_path / "run")
     assert json.loads((run.dir / "status.json").read_text())["state"] != "finished" or not code
     ended = run.events().query("kind == 'ended'")

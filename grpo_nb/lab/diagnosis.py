@@ -237,7 +237,7 @@ def _dominant_reward(frame) -> _Finding:
         top = max(shares, key=shares.get)
         verdict = _grade(shares[top], (0.7, 0.9))
         said.append(f"{top!r} is {shares[top]:.0%} of the {what}")
-        say = "Normalise components apart (GDPO) or change the weights; check the scale of the largest."
+        say = "If the weights do not mean that: normalise components apart (GDPO), or change weights or scale."
     if dead:
         verdict = _worst(verdict, "WARN")
         said.append(f"{', '.join(map(repr, dead))}: never non-zero in {_NEVER} steps or more")
@@ -337,7 +337,7 @@ def _no_progress(frame) -> _Finding:
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #157937c0
 def diagnose(
-    run,  # Run, run directory, or a frame of any trainer's metrics
+    run,  # trainer, Run, run directory, or a frame of any trainer's metrics
 ):  # DataFrame with columns rule, verdict, evidence, arithmetic, prescription, explained (a link)
     "What the log says is wrong."
     import pandas as pd

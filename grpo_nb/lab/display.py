@@ -19,6 +19,7 @@ from ..advantages import compute_advantages
 from ..config import config_tree, describe
 from ..core import Rollout
 from ..evaluate import Scores
+from .diagnosis import diagnose
 from .frames import flat_keys, _rows_to_frame, _sample_view
 from .plots import LivePlot, plot_run, show_in_cell
 from .progress import display_mode
@@ -30,18 +31,19 @@ from ..trainer import GRPO, TrainerConfig
 @patch
 def frame(self: GRPO):
     "The rows of the steps as a DataFrame, numbers only."
-    first = self.step_done - len(self.history) + 1
     stop = self.config.update.kl_stop
     limit = stop.target and stop.target * (stop.factor or 1.0)
-    rows = enumerate(self.history, first)  # those of a resumed run know their step
-    rows = [_metric_row(i, {k: v for k, v in row.items() if k != "step"}) for i, row in rows]
+    rows = [_metric_row(row["step"], row) for row in self.history]
     return _rows_to_frame(rows, kl_limit=limit)
 
 
 @patch
-def plot(self: GRPO, panels: str | list[str] | None = None, **options):  # of `plot_run`
-    "The panels of the steps so far, shown in a notebook."
+def plot(self: GRPO, panels: str | list[str] | None = None, **options):
+    "The panels of the steps so far, shown in a notebook; panels and options are those of `plot_run`."
     return show_in_cell(plot_run(self.frame(), panels, **options))
+
+
+GRPO.diagnose = diagnose
 
 # %% ../../nbs/lab/03_display.ipynb #38443d0b
 class _Live:

@@ -57,10 +57,10 @@ def _metric_row(
     "One flat row: `step` first, nested names joined by `/`."
     if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
         raise ValueError(f"A step is an integer from 0 upwards, got {step!r}.")
-    if "step" in metrics:
+    if metrics.get("step", step) != step:
         raise ValueError(f"'step' is given twice in step {step}.")
     flat = {k: v for k, v in flat_keys(metrics, "/").items() if not isinstance(v, Mapping)}
-    return {"step": int(step)} | {k: _plain_number(v, k) for k, v in flat.items()}
+    return {"step": int(step)} | {k: _plain_number(v, k) for k, v in flat.items() if k != "step"}
 
 # %% ../../nbs/lab/00_frames.ipynb #f2dd16b9
 def _fill_level(lengths: Sequence[int], budget: int) -> int:

@@ -229,9 +229,9 @@ def samples(
 
 # %% ../../nbs/lab/01_record.ipynb #e98d62b9
 def frame_of(run: Any):
-    "The metrics of a Run, of the directory of one, or the frame that was given."
+    "The metrics of a trainer or Run, of the directory of one, or the frame that was given."
     run = Run.open(run) if isinstance(run, (str, Path)) else run
-    return run.frame() if isinstance(run, Run) else run
+    return run.frame() if callable(getattr(run, "frame", None)) else run
 
 # %% ../../nbs/lab/01_record.ipynb #ab71eb5d
 def _scalars(row: Mapping) -> dict:
