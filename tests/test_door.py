@@ -322,7 +322,7 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
         (lambda p: open_stream(load_config(None, ["tasks.shares={kind: nope}"])), "mixes several tasksets"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.options": {"zz": 1}}), "Unknown option 'zz'"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.scales": {"wrong": 2}}), "Unknown reward 'wrong'"),
-        (lambda p: GRPO(p, ROWS, RIGHT, 3), "config is a GRPOConfig or a mapping"),
+        (lambda p: GRPO(p, ROWS, RIGHT, 3), "config is a GRPOConfig of grpo_nb or a mapping"),
         (lambda p: GRPO(p, ROWS, RIGHT, "r.yaml"), "load_config reads a recipe"),
         (lambda p: GRPO(p, len, RIGHT), "got builtin_function_or_method"),
         (lambda p: GRPO(p, ROWS, RIGHT, evaltasks=ROWS), "option of GRPO 'evaltasks'. Did you mean 'eval_tasks'"),
