@@ -19,7 +19,7 @@ from grpo_nb.files import read_jsonl
 from grpo_nb.lab import checkpoint, session
 from grpo_nb.lab.checkpoint import checkpoints, latest
 from grpo_nb.lab.recipe import load_config
-from grpo_nb.lab.record import is_timing
+from grpo_nb.lab.session import _state_differences
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 
@@ -193,17 +193,10 @@ def main(variant, folder, kills, seed):
 def compare(a, b):
     "Weights, metrics and samples are the same, but for times."
     one, two = (torch.load(p / "end.pt", weights_only=True) for p in (a, b))
-    assert one.keys() == two.keys()
-    for k in one:
-        assert torch.equal(one[k], two[k]), k
-    keep = lambda row: {k: v for k, v in row.items() if not is_timing(k)}
+    odd = _state_differences(one, two)
     for name in ("metrics", "samples"):
-        x, y = (read_jsonl(p / f"{name}.jsonl")[0] for p in (a, b))
-        x, y = [keep(r) for r in x], [keep(r) for r in y]
-        assert len(x) == len(y), (name, len(x), len(y))
-        for r, q in zip(x, y):
-            different = {k: (r.get(k), q.get(k)) for k in r | q if r.get(k) != q.get(k)}
-            assert not different, (name, r.get("step"), different)
+        odd += _state_differences(*(read_jsonl(p / f"{name}.jsonl")[0] for p in (a, b)), name)
+    assert not odd, odd[:8]
 
 
 if __name__ == "__main__":

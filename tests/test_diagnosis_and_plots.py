@@ -20,29 +20,16 @@ from grpo_nb.trainer import GRPO
 # --------------------------------------------------------------------------------------- diagnosis
 
 
-def healthy(n=200, seed=0):
-    rng = np.random.default_rng(seed)
+def healthy(n=200):
     t = np.arange(1, n + 1)
-    reward = 0.2 + 0.6 * t / n + rng.normal(0, 0.03, n)
-    return pd.DataFrame(
-        {
-            "step": t,
-            "reward": reward,
-            "frac_reward_zero_std": np.clip(0.2 + rng.normal(0, 0.05, n), 0, 1),
-            "upd/first_logp_diff": np.abs(rng.normal(0, 1e-5, n)),
-            "clip_ratio/low_mean": 0.01 + np.abs(rng.normal(0, 0.002, n)),
-            "clip_ratio/high_mean": 0.012 + np.abs(rng.normal(0, 0.002, n)),
-            "kl_old/k3": 0.004 + np.abs(rng.normal(0, 0.001, n)),
-            "kl": 0.1 * t / n,
-            "entropy": 2 - t / n + rng.normal(0, 0.05, n),
-            "completions/clipped_ratio": np.abs(rng.normal(0, 0.01, n)),
-            "completions/mean_length": 50 + rng.normal(0, 2, n),
-            "adv/share/acc": 0.55 + rng.normal(0, 0.02, n),
-            "adv/share/format": 0.45 + rng.normal(0, 0.02, n),
-            "grad_norm": 0.5 + rng.normal(0, 0.05, n),
-            "eval_sampled": np.where(t % 10 == 0, reward - 0.02, np.nan),
-        }
-    )
+    reward = 0.2 + 0.6 * t / n
+    moving = {"reward": reward, "kl": 0.1 * t / n, "entropy": 2 - t / n}
+    moving["eval_sampled"] = np.where(t % 10 == 0, reward - 0.02, np.nan)
+    flat = {"frac_reward_zero_std": 0.2, "upd/first_logp_diff": 1e-5, "kl_old/k3": 0.004}
+    flat |= {"clip_ratio/low_mean": 0.01, "clip_ratio/high_mean": 0.012, "grad_norm": 0.5}
+    flat |= {"completions/clipped_ratio": 0.01, "completions/mean_length": 50.0}
+    flat |= {"adv/share/acc": 0.55, "adv/share/format": 0.45}
+    return pd.DataFrame({"step": t} | moving | flat)
 
 
 # ------------------------------------------------------------------------------------------- plots

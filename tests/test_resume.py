@@ -267,18 +267,6 @@ def test_a_damaged_file_is_named_and_does_not_stop_a_resume(damage, tmp_path):
     assert t.run.config["steps"] == 5 and t.run.environment["seeds"] == 0
 
 
-def test_every_single_byte_of_a_manifest_counts(tmp_path):
-    path = make(None).save(tmp_path) / "manifest.json"
-    good = path.read_bytes()
-    for i in range(len(good)):
-        for flip in (1, 32, 255):
-            path.write_bytes(good[:i] + bytes([good[i] ^ flip]) + good[i + 1 :])
-            with pytest.raises(CheckpointError, match="manifest.json|has format"):
-                _check_seal(path.parent)
-    path.write_bytes(good)
-    assert _check_seal(path.parent)["step"] == 0
-
-
 def broken_pipe():
     closed, out = os.pipe()
     os.close(closed)
