@@ -115,14 +115,13 @@ def _take_in(reader: _Reader, fact: str, numbers: dict):
         reader.note(numbers)
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #0f8a312c
-def _complete(row: dict, before: int) -> list[str]:
-    "Fill counts that follow from others; their names. `before` groups were in hand."
-    inferred = []
+def _complete(facts: dict, before: int, number: int) -> dict:
+    "One generation batch with the counts that follow from others; `before` groups were in hand."
+    row = {"batch": number} | facts
 
     def fill(name, a, b, sign):
         if row.get(name) is None and a is not None and b is not None:
             row[name] = a + sign * b
-            inferred.append(name)
 
     fill("kept", row.get("prompts"), row.get("filtered"), -1)
     if row.get("accumulated", -1) >= before:
@@ -130,19 +129,12 @@ def _complete(row: dict, before: int) -> list[str]:
     fill("filtered", row.get("prompts"), row.get("kept"), -1)
     fill("prompts", row.get("kept"), row.get("filtered"), 1)
     fill("accumulated", before, row.get("kept"), 1)
-    return inferred
-
-# %% ../../nbs/lab/02_filter_logs.ipynb #fd0fbfa6
-def _batch_row(facts: dict, before: int, number: int) -> dict:
-    "One generation batch with its counts completed."
-    row = {"batch": number} | facts
-    inferred = [] if "batch" in facts else ["batch"]
-    inferred += _complete(row, before)
+    row["inferred"] = ",".join(row.keys() - facts.keys())
     prompts, kept, filtered = (row.get(k) for k in ("prompts", "kept", "filtered"))
-    known = None not in (prompts, kept, filtered)
-    wrong = known and kept + filtered != prompts and f"{filtered} + {kept} is not {prompts}"
+    wrong = None not in (prompts, kept, filtered) and kept + filtered != prompts
+    row["issues"] = f"{filtered} + {kept} is not {prompts}" if wrong else ""
     row["filter_rate"] = filtered / prompts if prompts and filtered is not None else math.nan
-    return row | {"inferred": ",".join(inferred), "issues": wrong or ""}
+    return row
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #6c7ee07e
 def _step_rows(step: dict) -> list[dict]:
@@ -151,7 +143,7 @@ def _step_rows(step: dict) -> list[dict]:
     for facts in step["batches"]:
         if facts.keys() - {"batch"}:
             number = facts.get("batch") or number + 1
-            rows.append(_batch_row(facts, before, number))
+            rows.append(_complete(facts, before, number))
             before = rows[-1].get("accumulated") or before
     return rows
 
@@ -159,45 +151,42 @@ def _step_rows(step: dict) -> list[dict]:
 def _step_summary(step: dict, rows: list[dict]) -> dict:
     "Counts of one step."
     whole = [r for r in rows if r.get("prompts") and r.get("filtered") is not None]
-    prompts = sum(r["prompts"] for r in whole)
-    filtered = sum(r["filtered"] for r in whole)
+    prompts, filtered = (sum(r[k] for r in whole) for k in ("prompts", "filtered"))
     targets = [r["target"] for r in rows if r.get("target") is not None]
     last = rows[-1].get("accumulated") if rows else None
-    counted = max([r["batch"] for r in rows] + [len(rows)])
-    batches = int(max(step.get("num_gen_batches") or 0, counted))
+    told = [step.get("num_gen_batches") or 0, len(rows), *(r["batch"] for r in rows)]
     return {
-        "num_gen_batches": batches,
+        "num_gen_batches": int(max(told)),
         "prompts": prompts,
         "filtered": filtered,
         "kept": sum(r.get("kept") or 0 for r in rows),
         "filter_rate": filtered / prompts if prompts else math.nan,
         "surplus": max(last - targets[-1], 0) if targets and last is not None else None,
         "outcome": step["outcome"],
-        "missing_batches": batches - len(rows),
+        "missing_batches": int(max(told)) - len(rows),
     }
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #82c91b5c
+_NOTHING = "No filter-group lines among {} lines. Is algorithm.filter_groups.enable=True, and is this the log of the training process?"
+
+
 def _log_summary(rows: list[dict], steps: list[dict], num_lines: int, unread: list[str]) -> dict:
     "The whole log in numbers."
     names = ("num_gen_batches", "prompts", "filtered", "kept", "missing_batches")
     sums = {name: sum(s[name] for s in steps) for name in names}
-    message = (
-        f"No filter-group lines among {num_lines} lines. Is algorithm.filter_groups.enable=True, and is this "
-        "the log of the training process?"
-    )
-    if unread:
-        message = f"{message} Not understood: {len(unread)} lines, such as {unread[0]!r}."
+    message = "" if steps else _NOTHING.format(num_lines)
+    if message and unread:
+        message += f" Not understood: {len(unread)} lines, such as {unread[0]!r}."
     return sums | {
         "num_steps": len(steps),
         "filter_rate": sums["filtered"] / sums["prompts"] if sums["prompts"] else math.nan,
         "mean_gen_batches": sums["num_gen_batches"] / len(steps) if steps else math.nan,
         "surplus": sum(s["surplus"] or 0 for s in steps),
         "outcomes": dict(Counter(s["outcome"] for s in steps)),
-        "unread_lines": len(unread),
         "unread": unread,
         "issues": [row["issues"] for row in rows if row["issues"]],
         "steps": steps,
-        "message": "" if steps else message,
+        "message": message,
     }
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #6bd8ab93
@@ -272,8 +261,8 @@ def format_summary(
         f"filtered              {s['filtered']} ({rate}, pooled)",
         f"kept                  {s['kept']} (surplus {s['surplus']})",
     ]
-    if s["missing_batches"] or s["unread_lines"]:
-        lost = f"{s['missing_batches']} batches; {s['unread_lines']} lines not understood"
+    if s["missing_batches"] or s["unread"]:
+        lost = f"{s['missing_batches']} batches; {len(s['unread'])} lines not understood"
         lines.append(f"not in the log        {lost}")
     lines += [f"not understood: {line}" for line in s["unread"][:5]]
     return "\n".join(lines + [f"check: {issue}" for issue in s["issues"]])
