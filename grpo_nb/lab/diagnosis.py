@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from .frames import HELD_OUT, KL_OLD, MissingMetric, column, need
-from .record import Run, frame_of
+from .record import Run, _frame_of
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #23d76dc0
 _WINDOW = 20  # steps that "now" is averaged over
@@ -342,7 +342,7 @@ def diagnose(
     "What the log says is wrong."
     import pandas as pd
 
-    frame, rows = frame_of(run), []
+    frame, rows = _frame_of(run), []
     for name, rule in _RULES.items():
         try:
             finding = rule(frame)

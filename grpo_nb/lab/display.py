@@ -21,7 +21,7 @@ from ..core import Rollout
 from ..evaluate import Scores
 from .diagnosis import diagnose
 from .frames import flat_keys, _rows_to_frame, _sample_view
-from .plots import LivePlot, plot_run, show_in_cell
+from .plots import LivePlot, plot_run, _show_in_cell
 from .progress import display_mode
 from .record import Run, _metric_row
 from .session import functions_in, sample_table
@@ -40,7 +40,7 @@ def frame(self: GRPO):
 @patch
 def plot(self: GRPO, panels: str | list[str] | None = None, **options):
     "The panels of the steps so far, shown in a notebook; panels and options are those of `plot_run`."
-    return show_in_cell(plot_run(self.frame(), panels, **options))
+    return _show_in_cell(plot_run(self.frame(), panels, **options))
 
 
 GRPO.diagnose = diagnose

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PolicyConfig', 'TasksConfig', 'RewardsConfig', 'GRPOConfig', 'load_config', 'read_tree', 'open_policy',
-           'open_rewards', 'open_stream', 'open_eval']
+           'open_rewards', 'open_stream']
 
 # %% ../../nbs/lab/03_recipe.ipynb #a4669591
 import contextlib
@@ -42,16 +42,16 @@ from ..core import Policy, seed_of
 from ..files import hide_secrets, leaves, plain, refuse_hidden, writable
 from .checkpoint import MANIFEST, _check_seal, latest, read_state, versions
 from .frames import flat_keys
-from .record import is_run
+from .record import _is_run
 from grpo_nb.lab.session import (
     CheckpointConfig,
     RunConfig,
     _named_config,
-    described,
+    _described,
     functions_in,
-    part_facts,
-    task_facts,
-    tasksets_of,
+    _part_facts,
+    _task_facts,
+    _tasksets_of,
 )
 from ..processes import check_same, join_processes, of_first, place
 from ..rewards import REWARDS
@@ -332,7 +332,7 @@ def _complete_entry(
     return entry | {"selector": {"seed": seed} | selector}
 
 # %% ../../nbs/lab/03_recipe.ipynb #dc2145be
-def open_eval(
+def _open_eval(
     tasks: TasksConfig,
 ):  # a Taskset, {name: Taskset}, or None
     "The held-out tasks of a configuration."
@@ -368,7 +368,7 @@ def from_config(
         "policy": lambda: open_policy(config.policy),
         "rewards": lambda: open_rewards(config.rewards),
         "tasks": lambda: open_stream(config),
-        "eval_tasks": lambda: open_eval(config.tasks),
+        "eval_tasks": lambda: _open_eval(config.tasks),
     }
     if config.application is not None:
         name = one_of("application", config.application, ("motion", "movielens"))
@@ -395,7 +395,7 @@ def _check_processes(config: TrainerConfig, tasks: Any) -> None:
             f"train_batch_size={config.train_batch_size} tasks are too few for {size} processes: give each at least one."
         )
     same = flat_keys(hide_secrets(plain(config_tree(config)))) | {"versions": versions()}
-    check_same(same | {"the data": [task_facts(t) for t in tasksets_of(tasks)]})
+    check_same(same | {"the data": [_task_facts(t) for t in _tasksets_of(tasks)]})
 
 
 GRPO.accompany(lambda trainer: _check_processes(trainer.config, trainer.stream))
@@ -436,7 +436,7 @@ def _at(tree: Any, key: str) -> Any:
 
 def _refuse_dead_keys(trainer: GRPO) -> None:
     "Every key that somebody has set has an effect, or is refused or told."
-    asked, ran = _named_config(trainer.config), described(trainer)
+    asked, ran = _named_config(trainer.config), _described(trainer)
     given = [k for k in given_keys(trainer.config) if _at(asked, k) not in (None, _at(ran, k))]
     told = []
     for key in given:
@@ -564,15 +564,15 @@ def load(
     config = override(build_config(GRPOConfig, tree), {}, given=["tasks.eval"])
     config = override(config, overrides)
     trainer = cls.from_config(config, **own, eval_tasks=eval_tasks, **kwargs)
-    before, now = dict(leaves(tree)), dict(leaves(described(trainer)))
+    before, now = dict(leaves(tree)), dict(leaves(_described(trainer)))
     for key in before.keys() & {*functions_in(config), *(k for k in now if "functions" in k)}:
         if before[key] != now[key]:
             warnings.warn(f"{key} was {before[key]}, and goes on as {now[key]}.", stacklevel=2)
-    _check_same_parts(state["trainer"].get("parts", {}), part_facts(trainer), given)
+    _check_same_parts(state["trainer"].get("parts", {}), _part_facts(trainer), given)
     trainer.load_state_dict(state)
     trainer.session.saved_step = trainer.step_done
     run = folder.parent.parent
-    if folder.parent.name == "checkpoints" and is_run(run) and "run.dir" not in keys:
+    if folder.parent.name == "checkpoints" and _is_run(run) and "run.dir" not in keys:
         trainer.session.resumed_run = run
     return trainer
 

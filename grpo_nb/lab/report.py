@@ -20,7 +20,7 @@ from ..config import check_number, one_of
 from ..files import plain, write_atomic
 from .budgets import _to_budget
 from .paired_statistics import detectable, improvement, joint_level, verdict
-from .plots import COLORS, label_of, make_figure, show_in_cell
+from .plots import COLORS, _label_of, make_figure, _show_in_cell
 from .study import MEAN, Study, check_metric, final_score, held_out, _is_lower
 from ..statistics import t_interval, two_way_interval
 
@@ -286,14 +286,14 @@ def plot(
         one_of("column", name, curves)
     if ax is None:
         _, (ax,) = make_figure(row_height=3.4)
-        show_in_cell(ax.figure)
+        _show_in_cell(ax.figure)
     for i, name in enumerate(self._selection(variants)):
         seeds = curves[curves["variant"] == name].groupby("seed")
         parts = [p[[column, metric]].astype(float).dropna() for _, p in seeds]
         runs = [(p[column].to_numpy(), p[metric].to_numpy()) for p in parts if len(p)]
         if runs:
             _draw_runs(ax, runs, name, COLORS[i % len(COLORS)])
-    ax.set(xlabel=label_of(label), ylabel=label_of(metric.replace("_", " ")))
+    ax.set(xlabel=_label_of(label), ylabel=_label_of(metric.replace("_", " ")))
     ax.legend(loc="best")
     return ax.figure
 
@@ -307,7 +307,7 @@ def _draw_runs(ax, runs, name: str, color: str):
         ax.plot(x[-1:], y[-1:], ".", color=color, ms=4)
     at, y = common_curve(runs)
     bands = np.array([t_interval(v) for v in y.T])
-    ax.plot(at, bands[:, 0], color=color, label=label_of(f"{name} ({len(runs)} seeds)"))
+    ax.plot(at, bands[:, 0], color=color, label=_label_of(f"{name} ({len(runs)} seeds)"))
     if len(runs) > 1:
         ax.fill_between(at, bands[:, 1], bands[:, 2], color=color, alpha=0.15, lw=0)
 
@@ -331,14 +331,14 @@ def profile(
     for i, row in table.frame.iterrows():
         color, x_NM = COLORS[i % len(COLORS)], np.array(by[row["variant"]], float)
         mean, low, high = np.array([t_interval((x_NM > tau).mean(1)) for tau in at]).T
-        left.plot(at, mean, color=color, label=label_of(row["variant"]))
+        left.plot(at, mean, color=color, label=_label_of(row["variant"]))
         left.fill_between(at, low.clip(0), high.clip(max=1), color=color, alpha=0.15, lw=0)
         right.plot([row["better_low"], row["better_high"]], [i, i], color=color)
         right.plot(row["better"], i, "o", color=color)
-    left.set(xlabel=label_of(table.metric), ylabel="share that scores more", ylim=(0, 1.02))
+    left.set(xlabel=_label_of(table.metric), ylabel="share that scores more", ylim=(0, 1.02))
     right.axvline(0.5, color="0.6", lw=0.8)
     right.set(xlabel=f"P({table.direction} than {table.baseline})", xlim=(-0.02, 1.02))
-    right.set(yticks=range(len(by)), yticklabels=map(label_of, by), ylim=(len(by) - 0.5, -0.5))
+    right.set(yticks=range(len(by)), yticklabels=map(_label_of, by), ylim=(len(by) - 0.5, -0.5))
     left.legend(fontsize=9)
     return figure
 

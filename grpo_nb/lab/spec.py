@@ -24,7 +24,7 @@ from ..config import Count, build_config, configuration, override
 from ..files import hide_secrets, leaves, plain
 from .budgets import _to_budget
 from .frames import flat_keys
-from .recipe import GRPOConfig, load_config, open_eval
+from .recipe import GRPOConfig, load_config, _open_eval
 from .runs import REWARD_KEYS, Job, _base_changes, _make_options, registered, _run_config
 from .session import functions_in
 from .study import MEAN
@@ -144,7 +144,7 @@ def _check_tasks(self: Spec) -> None:
         named["tune_tasks"] = {"tasks.eval": self.tune_tasks}
     for name, keys in named.items() if self.make is None else ():
         try:
-            found = open_eval(override(self.base, keys).tasks)
+            found = _open_eval(override(self.base, keys).tasks)
         except (ValueError, OSError) as e:
             raise ValueError(f"{name} cannot be read: {e}") from None
         if found is None and self.evaluate is None:

@@ -20,7 +20,7 @@ from ..config import one_of
 from ..files import read_jsonl
 from ..filter_groups import expected_gen_batches, varies
 from .plots import COLORS, make_figure
-from .record import Run, is_run
+from .record import Run, _is_run
 
 # %% ../../nbs/lab/03_what_if.ipynb #1142788d
 _NOT_REWARDS = ("step", "group", "prompt", "completion", "advantage")
@@ -63,7 +63,7 @@ def _read_files(source: Any):
     if isinstance(source, Run):
         return source.samples()
     path = Path(source)
-    if is_run(path):
+    if _is_run(path):
         return Run(path).samples()
     dumped = [p for p in path.glob("*.jsonl") if p.stem.isdigit()]  # verl's logs have names
     inside = [*path.glob("*.parquet"), *dumped] if path.is_dir() else [path]
