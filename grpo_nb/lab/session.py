@@ -518,7 +518,7 @@ def open_run(self: GRPO):
 @patch
 def _note_changes(self: Session):
     "Note in the record what was set in the configuration, or on the objects, since it was made."
-    tree = described(self.trainer) | {"run": self.run.config.get("run")}
+    tree = _described(self.trainer) | {"run": self.run.config.get("run")}
     self.run._note_changes(hide_secrets(plain(tree)))
 
 
