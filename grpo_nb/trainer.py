@@ -612,9 +612,10 @@ def fit(
 def _agree(self: GRPO) -> bool:  # False: stop
     "Whoever is asked to stop stops all processes, and they have one clock."
     told = gather((self.stop, self.seconds_trained))
-    self.stop = next((stop for stop, _ in told if stop), None)
+    asked = next((stop for stop, _ in told if stop), None)
+    self.stop = asked or self.stop  # what somebody asks for meanwhile, all hear the next time
     self.seconds_trained = told[0][1]
-    return not self.stop
+    return not asked
 
 
 @patch

@@ -134,6 +134,17 @@ def test_the_signals_stop_between_steps_and_fit_goes_on(tmp_path):
         whole.close()
 
 
+def test_a_signal_that_comes_while_processes_agree_is_not_lost(monkeypatch):
+    t = make(None)
+
+    def slow_gather(value):
+        t.stop = "SIGINT"
+        return [value]
+
+    monkeypatch.setattr("grpo_nb.trainer.gather", slow_gather)
+    assert (t._agree(), t._agree()) == (True, False)
+
+
 def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
     make(tmp_path / "r").fit().close()
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "r" / "checkpoints").rglob("*")}
