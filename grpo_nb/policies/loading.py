@@ -218,8 +218,9 @@ def warn_of_unseen(
     texts: list[str],
     seen: set[str],  # characters that were looked at before
 ) -> set[str]:  # those that are new
-    "Characters for which the tokenizer has no token are told once."
-    text = "".join(texts)
+    "Characters for which the tokenizer has no token are told once; one that knows whole words has none."
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    text = "" if type(model).__name__ == "WordLevel" else "".join(texts)
     for mark in {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}:
         text = text.replace(mark, "")
     new = {c for c in set(text) - seen if c.isprintable() and not c.isspace()}
