@@ -309,26 +309,20 @@ class Rollout:
     info: dict[str, Any] = field(default_factory=dict)  # further columns, (N, ...) each
 
     def __post_init__(self):
-        for name in ("group_N", "mask_NS", "old_logp_NS"):
-            setattr(self, name, torch.as_tensor(getattr(self, name)))
-        if self.group_N.ndim != 1 or self.group_N.is_floating_point():
-            raise ValueError(
-                f"group_N must be (N,) integers, got {tuple(self.group_N.shape)} {self.group_N.dtype}."
-            )
-        mask = self.mask_NS
-        if mask.ndim != 2 or mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
-            raise ValueError(
-                f"mask_NS must be (N, S) of 0 and 1, got {tuple(mask.shape)} {mask.dtype}."
-            )
-        self.mask_NS = mask.bool()
-        for name, ndim in (("rewards_NR", 2), ("rewards_NRK", 3)):
-            x = getattr(self, name)
-            x = x if x is None else torch.as_tensor(x)
-            if x is not None and (x.ndim != ndim or x.is_complex()):
-                raise ValueError(
-                    f"{name} must be {ndim} dimensions of real numbers, got {tuple(x.shape)} {x.dtype}."
-                )
-            setattr(self, name, x)
+        shapes = {"group_N": "(N,)", "mask_NS": "(N, S)", "old_logp_NS": "(N, S)"}
+        for name, shape in (shapes | {"rewards_NR": "(N, R)", "rewards_NRK": "(N, R, K)"}).items():
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, x := torch.as_tensor(value))
+                if x.ndim != sum(map(str.isalpha, shape)) or x.is_complex():
+                    raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)} {x.dtype}.")
+        if self.group_N.is_floating_point():
+            raise ValueError(f"group_N must be (N,) integers, got {self.group_N.dtype}.")
+        if (
+            self.mask_NS.dtype != torch.bool
+            and not ((self.mask_NS == 0) | (self.mask_NS == 1)).all()
+        ):
+            raise ValueError(f"mask_NS must be (N, S) of 0 and 1, got {self.mask_NS.dtype}.")
+        self.mask_NS = self.mask_NS.bool()
         for name, value in self.columns().items():
             if len(value) != len(self):
                 raise ValueError(

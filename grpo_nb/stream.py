@@ -94,11 +94,17 @@ def open_tasks(
     prompt: str = "prompt",  # name of the prompt column
 ) -> Any:
     "The tasks that a source holds."
-    loose = isinstance(source, (list, tuple)) and len(source) and isinstance(source[0], Mapping)
     table = hasattr(source, "to_dict") or hasattr(source, "column_names")
-    if isinstance(source, (str, os.PathLike)) or loose or table and not isinstance(source, Taskset):
+    if isinstance(source, (str, os.PathLike)) or table and not isinstance(source, Taskset):
         return Taskset.load(source, prompt=prompt)
     listed = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    if (
+        listed
+        and not isinstance(source, Mapping)
+        and len(source)
+        and isinstance(source[0], Mapping)
+    ):
+        return Taskset.load(list(source), prompt=prompt)
     if not listed or isinstance(source, Mapping):
         raise ValueError(
             f"Tasks are a path, a list of dicts with a prompt, a datasets.Dataset, a DataFrame, a Taskset, or a stream with "

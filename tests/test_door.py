@@ -7,6 +7,7 @@ import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -298,7 +299,7 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
         t = GRPO(model, ROWS, even, SMALL | more)
         assert t.policy.max_new_tokens == 6
     frame = pd.DataFrame(ROWS).assign(x=1).rename(columns={"x": 0})
-    for tasks in (path, str(path), ROWS, frame, datasets.Dataset.from_list(ROWS)):
+    for tasks in (path, str(path), ROWS, np.array(ROWS), frame, datasets.Dataset.from_list(ROWS)):
         assert GRPO(policy, tasks, even, SMALL, tasks).stream.read(9)[8]["answer"] in "12345678"
     for reward in (even, [even], {"even": even}, lambda completions, **k: even(completions)):
         assert GRPO(policy, ROWS, reward, SMALL).rewards.components in (["even"], ["reward"])
@@ -330,6 +331,7 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
         (lambda p: GRPO(p, ROWS, RIGHT, {"optimizer.betas.x": 1}), "Unknown place in a list 'x'"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.mode": None}), "must be text or a function, got None"),
         (lambda p: GRPO(3, ROWS, RIGHT), "got int"),
+        (lambda p: GRPO((p.model.model, p.tokenizer), ROWS, RIGHT), "got LlamaModel"),
         (lambda p: GRPO(p, ROWS, RIGHT, reference=3), "got int"),
         (lambda p: GRPO(p, ROWS, RIGHT, {3: 1}), "Unknown key '3'"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.weights": {"right": "x"}}), "a sequence of 1 numbers"),

@@ -468,18 +468,15 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
     recorded = "(run.(wandb|tensorboard|name|if_exists|samples_every|samples_rows)|checkpoint.*)"
     judged, best = bool(trainer.eval_tasks), _at(now, "checkpoint.keep_best") and c.eval.every
     groups, loss, stop = c.filter_groups, c.update.loss, c.update.kl_stop
-    held = trainer.eval_tasks if isinstance(trainer.eval_tasks, Mapping) else ()
-    names = trainer.rewards.components
-    each = ["sampled", *(["reward", *(f"sampled/{n}" for n in names)] if names[1:] else [])]
-    each = ["greedy"] * c.eval.greedy + each * bool(c.eval.samples)
-    scores = [f"eval_{p}{s}" for p in ("", *(f"{k}/" for k in held)) for s in each]
-    lost = best and judged and _at(now, "checkpoint.best") not in scores
+    scores = {"greedy"} if c.eval.greedy else set()
+    scores |= {"sampled", "reward"} if c.eval.samples else set()
+    lost = best and not scores & {*_at(now, "checkpoint.best").removeprefix("eval_").split("/")}
     limits = stop.target or stop.target_ref
     rules = [
         (recorded, unrecorded, "needs run.dir"),
         ("eval.(every|samples|greedy|limit)", not judged, "needs held-out tasks"),
         ("checkpoint.(keep_best|best)", not (best and judged), "needs eval.every and keep_best"),
-        ("checkpoint.(keep_best|best)", lost, f"best is one of {', '.join(scores)}"),
+        ("checkpoint.(keep_best|best)", lost, f"best names none of {sorted(scores)}"),
         ("filter_groups.(?!metric).*", unfiltered, "needs filter_groups.enable"),
         ("filter_groups.max_staleness", groups.surplus != "carry", "needs surplus=carry"),
         ("filter_groups.filter_rate_ema", groups.sizing != "adaptive", "needs sizing=adaptive"),
@@ -506,15 +503,14 @@ def _refuse_late_keys(trainer: GRPO) -> SimpleNamespace:
     once = r"(policy|tasks|rewards)\..*|seed|threads|application|optimizer.(betas|weight_decay).*|filter_groups.enable"
     if trainer.collector is not None:
         once += r"|train_batch_size|num_generations|advantage.(mode|weights).*"
-    read = lambda: flat_keys(plain(config_tree(trainer.config)))
-    before = read()
+    before = flat_keys(plain(config_tree(trainer.config)))
 
     def check(trainer):
-        now = read()
-        if late := [k for k in now if now[k] != before.get(k) and re.fullmatch(once, k)]:
-            raise ValueError(
-                f"{late[0]} was set to {now[late[0]]!r} after the trainer was made, which has read it: set it before."
-            )
+        for key, value in flat_keys(plain(config_tree(trainer.config))).items():
+            if value != before.get(key) and re.fullmatch(once, key):
+                raise ValueError(
+                    f"{key} was set to {value!r} after the trainer was made, which has read it: set it before."
+                )
 
     return SimpleNamespace(on_batch_start=check)
 

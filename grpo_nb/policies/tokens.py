@@ -783,7 +783,8 @@ def as_policy(
         return TokenPolicy.from_pretrained(x, **options)
     if isinstance(x, (tuple, list)) and len(x) == 2:
         x, tokenizer = x
-    if not hasattr(x, "get_output_embeddings") and not hasattr(x, "get_base_model"):
+    has_head = hasattr(x, "get_output_embeddings") and x.get_output_embeddings() is not None
+    if not has_head and not hasattr(x, "get_base_model"):
         raise ValueError(
             f"A policy is a model's name or folder, a causal LM of transformers, (model, tokenizer), or an object with sample "
             f"and logp; got {type(x).__name__}."
