@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python studies/second_tasks.py     trains what is missing of both (about three minutes on one idle core)
 
 `scales`: one reward is for paths that bend left and arrive, the other, which contradicts it, for straight ones, on equal scale and
-30 times too large. `filter`: the first reward alone, with groups that agree dropped and sampled again, or not. Every arm chooses
-among the same four learning rates on two tuning seeds, half of the paths and goals of their own, and runs on five other seeds,
+30 times too large. `filter`: the first reward alone, with groups that agree dropped and sampled again, or not. Every arm of a study
+chooses among the same learning rates on two tuning seeds, half of the paths and goals of their own, and runs on five other seeds,
 judged on 256 held-out goals, two paths each. Finished runs are kept in runs/, and the same command goes on where it stopped.
 What this leaves out: other networks, tuning of anything but the learning rate, longer training.
 """
@@ -78,6 +78,7 @@ def filter(**how):
     arms = {"off": {}, "on": {f"filter_groups.{k}": v for k, v in on.items()}}
     keep = ["reward", "frac_reward_zero_std"]
     fixed = ALIKE | {"keep": keep, "store": HERE / "second_filter.json"}
+    fixed |= {"tune": {"optimizer.lr": [3e-5, 1e-4, 3e-4, 1e-3, 3e-3]}}
     base = _base({"left": 1}, tasks=32, samples=8)
     return compare(arms, base, **fixed, **{"dir": "runs/second_filter"} | how)
 
