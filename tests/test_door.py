@@ -187,6 +187,25 @@ def test_a_file_that_holds_other_tasks_by_now_is_refused_unless_they_are_given(t
         GRPO.load(tmp_path / "run", tasks=str(file)).close()
 
 
+def halves(rewards, group_N):
+    return rewards.sum(1) - 0.5
+
+
+def all_groups(rollout, config):
+    return torch.ones(rollout.num_groups, dtype=torch.bool)
+
+
+def test_functions_of_a_run_are_passed_again_or_replaced(tmp_path, policy):
+    keys = {"advantage.mode": halves, "filter_groups.rule": all_groups}
+    GRPO(policy, ROWS, RIGHT, SMALL | keys | {"run.dir": tmp_path / "run"}).fit(1).close()
+    load = functools.partial(GRPO.load, tmp_path / "run", policy=policy, tasks=ROWS, rewards=RIGHT)
+    with pytest.raises(ValueError, match="{'advantage.mode': function}"):
+        load()
+    named = ["advantage.mode=grpo", "filter_groups.rule=all_components"]
+    assert load(named).config.advantage.mode == "grpo"
+    assert load(keys).fit().step_done == 2
+
+
 FORM = "prompt: question, rename: {solution: answer}"
 
 

@@ -24,6 +24,7 @@ from fastcore.basics import patch
 
 from .. import verifiers  # noqa: F401 (their names are in REWARDS)
 from grpo_nb.config import (
+    _with_key,
     Count,
     Natural,
     Positive,
@@ -420,6 +421,18 @@ def _ask_for_passed(tree: Mapping, given: Sequence[str]) -> None:
         )
 
 
+def _without_passed(tree: Mapping, keys: Sequence[str]) -> Mapping:
+    "Functions that are passed again leave their places: until then the defaults stand there, since a file has only names."
+    passed = [k for k, v in leaves(tree) if str(v).startswith("<passed: ")]
+    for key in keys:
+        if any(f"{k}.".startswith(f"{key}.") for k in passed):
+            default, path = config_tree(GRPOConfig()), key.split(".")
+            for name in path:
+                default = default.get(name) if isinstance(default, Mapping) else None
+            tree = _with_key(tree, path, default)
+    return tree
+
+
 _PARTS = ("policy", "tasks", "rewards", "eval_tasks")
 
 # %% ../../nbs/lab/03_recipe.ipynb #7f633b1f
@@ -557,8 +570,8 @@ def load(
     given = [k for k, part in own.items() if part is not None] + keys
     tree = state["trainer"]["config"]
     _ask_for_passed(tree, given + ["eval_tasks"] * (eval_tasks is not None))
-    config = override(build_config(GRPOConfig, tree), {}, given=["tasks.eval"])
-    config = override(config, overrides)
+    config = build_config(GRPOConfig, _without_passed(tree, keys))
+    config = override(override(config, {}, given=["tasks.eval"]), overrides)
     trainer = cls.from_config(config, **own, eval_tasks=eval_tasks, **kwargs)
     before, now = dict(leaves(tree)), dict(leaves(_described(trainer)))
     for key in before.keys() & {*functions_in(config), *(k for k in now if "functions" in k)}:

@@ -546,6 +546,10 @@ def _open_run(self: Session) -> Mapping | None:  # the state that was loaded
         except BaseException:
             run.close()
             raise
+    if run.dir != Path(folder):
+        say(
+            f"{folder} holds a run, so this one is {run.dir}; run.if_exists=resume goes on with the other."
+        )
     self.run, self.closed = run, False
     sweep(run.dir / "checkpoints")
     if again:

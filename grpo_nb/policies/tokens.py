@@ -366,6 +366,10 @@ def _check_ids(self: TokenPolicy, prompt, ids: list[int]):
     bos = getattr(self.tokenizer, "bos_token_id", None)
     if bos is not None and ids[:2] == [bos, bos]:
         raise ValueError(f"The prompt {prompt!r} begins with two {self.tokenizer.bos_token}.")
+    if max(ids) >= (size := len(self.model.get_input_embeddings().weight)):
+        raise ValueError(
+            f"The prompt {prompt!r:.40} has token {max(ids)}, the model has {size}: is the tokenizer another model's?"
+        )
     limits = {"the model's": getattr(self.model.config, "max_position_embeddings", None)}
     limits["the server's"] = getattr(self.engine, "limit", None)
     for whose, limit in limits.items():
