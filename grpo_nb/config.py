@@ -273,7 +273,7 @@ def _place(cls: type, loc: Sequence) -> tuple[str, type, Any]:
             owner = nested
             key += f"{'.' if key else ''}{part}"
             hint = typing.get_type_hints(owner, include_extras=True).get(part, Any)
-        elif typing.get_origin(next(iter(_flat(hint)))) is dict and part != "[key]":
+        elif typing.get_origin(next(iter(_flat(hint)))) is dict and not part.endswith("]"):
             key += f".{part}"
             hint = typing.get_args(next(iter(_flat(hint))))[-1]
     return key, owner, hint

@@ -278,8 +278,9 @@ def open_rewards(
         takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
         for option in () if takes_any else options:
             one_of(f"option of reward {kind!r}", option, known)
+        itself = known.keys() & {"completion", "completions"}  # a reward, not a maker of one
         with _at_key(f"rewards.functions.{name}"):
-            functions[name] = make(**options)
+            functions[name] = functools.partial(make, **options) if itself else make(**options)
     return functions
 
 # %% ../../nbs/lab/03_recipe.ipynb #3d2d1e45
