@@ -127,7 +127,7 @@ def row(self: _JsonlRows, i: int) -> dict:
 # %% ../nbs/method/01_tasks.ipynb #7e78700b
 @patch
 def block(self: _JsonlRows, start: int, stop: int) -> list[dict]:
-    "Rows `start` to `stop`, several times faster than one by one."
+    "Rows `start` to `stop`, read at once."
     end = self.starts[stop] if stop < len(self) else self.stamp[0]
     try:
         lines = self._open()[self.starts[start] : end].decode("utf-8").split("\n")
