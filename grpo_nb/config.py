@@ -18,6 +18,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
@@ -319,9 +320,16 @@ def build_config(
     if not isinstance(tree, Mapping):
         raise ValueError(f"{path or 'The configuration'} needs a mapping, got {tree!r}.")
     try:
-        return cls(**{str(k): v for k, v in tree.items()})
+        return cls(**{str(k): _with_texts(v) for k, v in tree.items()})
     except ValueError as e:
         raise ValueError(f"{path}: {e}" if path else str(e)) from None
+
+
+def _with_texts(value: Any) -> Any:
+    "Paths as text, as a recipe has them."
+    if type(value) is dict:
+        return {k: _with_texts(v) for k, v in value.items()}
+    return str(value) if isinstance(value, Path) else value
 
 
 def config_tree(

@@ -197,7 +197,7 @@ def all_groups(rollout, config):
 
 def test_functions_of_a_run_are_passed_again_or_replaced(tmp_path, policy):
     keys = {"advantage.mode": halves, "filter_groups.rule": all_groups}
-    GRPO(policy, ROWS, RIGHT, SMALL | keys | {"run.dir": str(tmp_path / "run")}).fit(1).close()
+    GRPO(policy, ROWS, RIGHT, SMALL | keys | {"run.dir": tmp_path / "run"}).fit(1).close()
     load = functools.partial(GRPO.load, tmp_path / "run", policy=policy, tasks=ROWS, rewards=RIGHT)
     with pytest.raises(ValueError, match="{'advantage.mode': function}"):
         load()
