@@ -422,15 +422,13 @@ def _ask_for_passed(tree: Mapping, given: Sequence[str]) -> None:
         )
 
 
-def _without_passed(tree: Mapping, keys: Sequence[str]) -> Mapping:
-    "Functions that are passed again leave their places: until then the defaults stand there, since a file has only names."
+def _passed_again(tree: Mapping, overrides: Sequence[str] | Mapping) -> Mapping:
+    "The tree with what was passed in the places of functions, of which a file has only names."
     passed = [k for k, v in leaves(tree) if str(v).startswith("<passed: ")]
-    for key in keys:
+    parted = (o.partition("=")[::2] for o in overrides)
+    for key, value in overrides.items() if isinstance(overrides, Mapping) else parted:
         if any(f"{k}.".startswith(f"{key}.") for k in passed):
-            default, path = config_tree(GRPOConfig()), key.split(".")
-            for name in path:
-                default = default.get(name) if isinstance(default, Mapping) else None
-            tree = _with_key(tree, path, default)
+            tree = _with_key(tree, key.split("."), value)
     return tree
 
 
@@ -571,7 +569,7 @@ def load(
     given = [k for k, part in own.items() if part is not None] + keys
     tree = state["trainer"]["config"]
     _ask_for_passed(tree, given + ["eval_tasks"] * (eval_tasks is not None))
-    config = build_config(GRPOConfig, _without_passed(tree, keys))
+    config = build_config(GRPOConfig, _passed_again(tree, overrides))
     config = override(override(config, {}, given=["tasks.eval"]), overrides)
     trainer = cls.from_config(config, **own, eval_tasks=eval_tasks, **kwargs)
     before, now = dict(leaves(tree)), dict(leaves(_described(trainer)))

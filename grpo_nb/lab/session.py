@@ -171,11 +171,13 @@ def on_fit_end(self: Session, trainer: GRPO):
     "Save, and say how to go on; after an error only mark the run as failed."
     if self.around is None:
         return
+    stop, step = trainer.stop, trainer.step_done
+    error = isinstance(stop, BaseException)
+    if error:  # first, for a launcher may be ending this process
+        self.mark("interrupted" if isinstance(stop, KeyboardInterrupt) else "failed")
     self.around.close()
     self.around = self.bar = None
-    stop, step = trainer.stop, trainer.step_done
-    if isinstance(stop, BaseException):
-        self.mark("interrupted" if isinstance(stop, KeyboardInterrupt) else "failed")
+    if error:
         return
     self.interrupted = stop if stop in ("SIGINT", "SIGTERM") else None
     if self.interrupted:

@@ -41,7 +41,10 @@ def load_model(
     device = _find_device(device)
     source = os.path.expanduser(source)
     if source.startswith("data:"):
-        source = str(data_path(source[5:]))
+        try:
+            source = str(data_path(source[5:]))
+        except ValueError as e:
+            raise ModelNotFound(e) from None
     if source.startswith("gguf:"):
         source = str(_find_gguf(source[5:]))
     if source.endswith(".gguf"):
