@@ -574,7 +574,8 @@ def load(
     trainer = cls.from_config(config, **own, eval_tasks=eval_tasks, **kwargs)
     before, now = dict(leaves(tree)), dict(leaves(_described(trainer)))
     for key in before.keys() & {*functions_in(config), *(k for k in now if "functions" in k)}:
-        if before[key] != now[key]:
+        bare = [re.sub(r"(<passed: )[\w.]*\.", r"\1", str(x[key])) for x in (before, now)]
+        if bare[0] != bare[1]:  # the module may have been __main__
             warnings.warn(f"{key} was {before[key]}, and goes on as {now[key]}.", stacklevel=2)
     _check_same_parts(state["trainer"].get("parts", {}), _part_facts(trainer), given)
     trainer.load_state_dict(state)
