@@ -61,6 +61,11 @@ def test_imports_stand_in_cells_of_their_own(path):
         assert all(kinds) or not any(kinds), source
 
 
+def test_no_stored_output_names_a_folder_of_the_machine_that_made_it():
+    for path in NOTEBOOKS:
+        assert not re.search(r"/\w[\w./-]*\.py:\d+: \w*Warning", path.read_text("utf-8")), path
+
+
 def test_every_function_of_the_step_fits_a_screen():
     tree = ast.parse((ROOT / "grpo_nb" / "trainer.py").read_text(encoding="utf-8"))
     step = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "step")
