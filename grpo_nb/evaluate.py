@@ -75,7 +75,7 @@ class Scores:
 
     def __repr__(self):
         parts = [f"{k} {m:.3f} [{lo:.3f}, {hi:.3f}]" for k, (m, lo, hi) in self.values.items()]
-        by = f"; passed: {', '.join(self.passed)}" if self.passed else ""
+        by = f"; scored by {', '.join(self.passed)}" if self.passed else ""
         return f"{', '.join(parts)} ({self.n_tasks} tasks{by})"
 
 # %% ../nbs/method/03_evaluate.ipynb #afa11baa

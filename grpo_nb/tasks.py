@@ -460,9 +460,9 @@ def load(
     cls: Taskset,
     source: Any,  # JSONL or parquet path, "gym:NAME", datasets.Dataset, pyarrow.Table, list of dicts, Taskset
     name: str | None = None,  # default: from the source
-    **options,  # prompt, id, rename; for "gym:NAME" also size, seed and the generator's settings
+    **options,  # of Taskset: prompt, id, rename; for "gym:NAME" also size, seed, the generator's settings
 ) -> Taskset:
-    "Open a taskset from whatever holds it."
+    'Open a taskset from whatever holds it: `Taskset.load("sums.jsonl", prompt="question", rename={"gold": "answer"})`.'
     if isinstance(source, Taskset):
         return source
     if isinstance(source, str) and source.startswith("gym:"):

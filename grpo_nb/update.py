@@ -129,7 +129,7 @@ class UpdateConfig:
     whole_groups: bool = True  # minibatches never split siblings
     # steps per backward pass, to bound memory; None: the policy's choice
     micro_tokens: Count | None = None
-    # what the ratio compares with, see above
+    # ratio to the policy that sampled, at the epoch's start, one epoch before, the reference, itself
     scheme: Literal["fixed", "progressive", "previous_epoch", "reference", "on_policy"] = "fixed"
     loss: LossConfig = field(default_factory=LossConfig)  # what is minimised
     kl_on_dead_groups: bool = True  # the KL term also acts on groups whose advantages are all 0

@@ -294,8 +294,8 @@ def compare(
     if_changed: str = "train",  # or "raise": the stored study was made with something else
     keep: Sequence[str] = KEEP,  # training metrics kept in the store
     **kwargs,  # the question
-) -> Study:
-    "Variants x seeds at equal budget."
+) -> Study:  # with plot(), table(), gains(), report()
+    'Train every variant with every seed at equal budget: `compare({"grpo": {}, "gdpo": {"advantage.mode": "gdpo"}}, seeds=3, budget={"samples": 2000})`.'
     spec = Spec(variants=variants, base=base, **kwargs)
     check_number("workers", workers, 1, whole=True)
     one_of("if_changed", if_changed, ("train", "raise"))

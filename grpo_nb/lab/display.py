@@ -235,5 +235,5 @@ def _repr_html_(self: TrainerConfig) -> str:
 # %% ../../nbs/lab/03_display.ipynb #fdb726d0
 @patch
 def _repr_html_(self: Scores) -> str:
-    by = f"; passed: {', '.join(self.passed)}" if self.passed else ""
+    by = f"; scored by {', '.join(self.passed)}" if self.passed else ""
     return _table(self.frame().reset_index(), f"{self.n_tasks} tasks{by}")
