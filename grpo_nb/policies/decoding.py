@@ -241,8 +241,8 @@ def _linear_head(model: nn.Module) -> tuple[float, float | None] | None:
     if isinstance(layer, nn.Linear) and model.base_model is not model:
         device = next(model.parameters()).device
         ids = torch.arange(4, device=device)[None] % config.vocab_size
-        h = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-        want = model(input_ids=ids, use_cache=False).logits[0].float()
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+        h, want = model.base_model(**given).last_hidden_state[0], model(**given).logits[0].float()
         got = _Head(layer.weight, layer.bias, float(scale), cap)(h)
         off = 1e-3 * float(want.nan_to_num().abs().max())  # broken weights are found later
         if torch.allclose(got, want, rtol=1e-3, atol=off, equal_nan=True):
