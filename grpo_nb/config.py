@@ -55,6 +55,9 @@ def check_options(kind: type, options: Iterable[str]) -> None:
     "Refuse what is no argument of a class that takes `**unknown`."
     parameters = inspect.signature(kind).parameters.values()
     known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    theirs = getattr(kind, "elsewhere", {})
+    if said := ", ".join(f"{k} is {theirs[k]}" for k in options if k in theirs):
+        raise ValueError(f"{kind.__name__} takes {', '.join(known)}: {said} here.")
     for name in options:
         one_of(f"option of {kind.__name__}", name, known)
 

@@ -214,21 +214,25 @@ def make_selector(
 ) -> BaseSelector:
     "The selector a config names; a function becomes the `pick` of a selector. Nothing is imported by name."
     given = config
-    config = TaskSelectorConfig.of(given.__name__ if callable(given) else given)
+    if callable(given):
+        config, given = SELECTORS.resolve(given)
+    config = TaskSelectorConfig.of(config)
     name = config.selector_type
     if callable(given):
         kind = given
     elif name not in SELECTORS and "." in name:
         module, _, attribute = name.rpartition(".")
         kind = getattr(sys.modules.get(module), attribute, None)
-        if not (isinstance(kind, type) and issubclass(kind, BaseSelector)):
-            raise ValueError(
-                f"selector {name!r} is no selector class of a module that is imported."
-            )
+        kind = kind if isinstance(kind, type) else object  # a function of its name is not called
     else:
         kind = SELECTORS[name]
     if not isinstance(kind, type):
         kind = type(name, (BaseSelector,), {"pick": kind})
+    if not issubclass(kind, BaseSelector):
+        raise ValueError(
+            f"selector {name!r} is no selector class (of an imported module): derive it from BaseSelector, or give a function "
+            "(selector, batch_size)."
+        )
     if kind.update is not BaseSelector.update and kind.state_dict is BaseSelector.state_dict:
         raise ValueError(
             f"The selector {name!r} learns in update(): give it state_dict and load_state_dict too, or a resumed run "

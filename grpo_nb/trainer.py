@@ -61,6 +61,15 @@ class GRPO:
     "Group Relative Policy Optimization (DeepSeekMath, 2402.03300; by default with DAPO's mean over tokens and no KL)."
 
     companions: list = []  # see `accompany`
+    elsewhere = {  # TRL's words
+        "model": "policy",
+        "train_dataset": "tasks",
+        "reward_funcs": "rewards",
+        "args": "config",
+        "eval_dataset": "eval_tasks",
+        "ref_model": "reference",
+        "processing_class": "policy=(model, tokenizer)",
+    }
 
     @tells_errors
     def step(
@@ -399,9 +408,9 @@ GRPO.config_class = TrainerConfig  # what a mapping, or no configuration at all,
 @patch
 def __init__(
     self: GRPO,
-    policy: Policy,  # trained in place
-    tasks,  # path, list of dicts, datasets.Dataset, DataFrame, Taskset, or a stream with read(n)
-    rewards,  # RewardRunner, {name: function}, a list of functions, or one function
+    policy: Policy = None,  # trained in place
+    tasks=None,  # path, list of dicts, datasets.Dataset, DataFrame, Taskset, or a stream with read(n)
+    rewards=None,  # RewardRunner, {name: function}, a list of functions, or one function
     config: TrainerConfig | Mapping | None = None,  # or {"key.sub": value}
     eval_tasks=None,  # held-out tasks, or {name: tasks}
     reference: Policy
@@ -545,10 +554,11 @@ def _check_setup(self: GRPO):
 def accompany(
     cls: GRPO,
     make: Callable[[GRPO], Any],  # (trainer) -> callback or None, asked for every new trainer
+    first: bool = False,  # told before the others
 ):
     "Attach something to every new trainer; one of the same name is replaced."
     others = [f for f in cls.companions if f.__qualname__ != make.__qualname__]
-    cls.companions = [*others, make]
+    cls.companions = [make, *others] if first else [*others, make]
 
 
 @patch

@@ -12,6 +12,7 @@ import json
 import operator
 import re
 import threading
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from decimal import Decimal
@@ -105,11 +106,14 @@ _WRAPPED = re.compile(
     re.DOTALL,
 )
 _PLAIN = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)} | {0x2212: "-", 0x3000: " "}
+_PART = re.compile("(^|[-+0-9$€£¥₹] ?)([¼-¾⅐-⅞])")  # as in 3½, not as in x^½
 
 
 def _last_box(text: str) -> str:
     "What stands in the last box; nothing if it is not closed."
     start, depth = [m.end() for m in _BOX.finditer(text)][-1], 0
+    if text[start : start + 1] != "{":  # \boxed 5
+        return re.match(r"[^\s${}\\]*", text[start:])[0].rstrip(".,")
     for brace in re.finditer(r"\\.|[{}]", text[start:]):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth <= 0:
@@ -123,7 +127,8 @@ def _bare(text: str) -> str:
     text = _last_box(text).strip() if _BOX.search(text) else text
     while (match := _WRAPPED.fullmatch(text)) and (not match[1] or match[1] not in match["a"]):
         text = (match["a"] or match["b"] or match["c"] or match["d"]).strip()
-    return " ".join(text.split())
+    text = _PART.sub(lambda m: f"{m[1]} {unicodedata.normalize('NFKC', m[2])}", text)
+    return " ".join(text.replace("⁄", "/").split())
 
 # %% ../nbs/method/02_verifiers.ipynb #fc93cdbb
 _UNITS = """$ dollar dollars USD; € euro euros EUR; £ GBP; ¥ yen JPY; ₹ rupees INR; cent cents
@@ -143,7 +148,7 @@ _NUMBER = re.compile(
 # %% ../nbs/method/02_verifiers.ipynb #aef85dda
 def _quantity(text: str) -> tuple[Fraction, str] | None:
     "The value of a decimal, fraction or mixed number, and its unit, which may be empty; None = no plain number."
-    text = re.sub(r"\\(?:text|mathrm)\s?\{([^{}]*)\}|\\[,; \\]|~", r" \1", text)
+    text = re.sub(r"\\(?:text|mathrm)\s?\{([^{}]*)\}|\\[,; \\]|(?<=[^~])~(?!~)", r" \1", text)
     text = " ".join(text.replace("\\", "").replace("{,}", ",").split())
     match = _NUMBER.fullmatch(text) if len(text.replace(" ", "")) <= 100 else None
     if match is None or match["sign"] and match["minus"]:
@@ -248,7 +253,7 @@ def _same_answer(a: str, b: str, ignore_case: bool) -> bool:
 
 # %% ../nbs/method/02_verifiers.ipynb #94a302bd
 _DENIED = re.compile(  # in the last clause: a bound or a denial is no answer
-    r"(?i)(?:\b(?:not|cannot|never|than|least|most|except|wrong|incorrect|false)\b|n['’]t\b)(?:[^.,;:!?]|[.,]\d)*\.?$"
+    r"(?i)(?:\b(?:not|cannot|never|might|may|could|maybe|perhaps|than|least|most|except|wrong|incorrect|false)\b|n['’]t\b)(?:[^.,;:!?]|[.,]\d)*\.?$"
 )
 _ANNOUNCED = re.compile(  # before the answer of a sentence
     r"(?i)\b(?:is|are|was|be|answer|result|total|gets?|gives?|giving|makes?|takes?|took|has|have|leaves?|therefore|thus|hence|so"
@@ -262,7 +267,7 @@ def _is_prose(text: str) -> bool:
     "What a parser of LaTeX would multiply, add or drop: words, primes, dots, numbers side by side, bases, lines, several formulas."
     plain = re.sub(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+(?:_\w)?", "|", text)
     odd = r"[A-Za-z]{3,}|[0-9]\s+[0-9]|[0-9)}]\s*_|\b0[xXbBoO][0-9]|(?<!\\)\$|\\[(\[]|'"
-    odd_in_latex = r"\\(?:[lc]?dots|approx|equiv|sim|prime)(?![A-Za-z])"
+    odd_in_latex = r"\\(?:[lc]?dots|approx|equiv|sim|prime|phantom)(?![A-Za-z])|^~|~~"
     lines = "\\\\" in text and "\\begin" not in text
     return lines or bool(re.search(odd, plain) or re.search(odd_in_latex, text))
 
@@ -335,6 +340,8 @@ def _read_math(text: str, limit: int) -> Any:  # a sympy object; None if it cann
 
     how = NormalizationConfig(malformed_operators=True, nits=True)  # no unit is dropped
     latex = [LatexExtractionConfig(normalization_config=how)]
+    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):  # else degrees are a unit
+        text = re.sub(r"([0-9.]+) ?(?:\^ ?\{?\\circ\}?|°)", r"(\1\\pi/180)", text)
     with _only_digits_are_numbers():
         found = parse(f"${text}$", latex, "no_fallback", parsing_timeout=limit, raise_on_error=True)
     if not found:
@@ -346,8 +353,14 @@ def _read_math(text: str, limit: int) -> Any:  # a sympy object; None if it cann
 def _same_math(gold: Any, guess: Any, limit: int) -> bool:
     "Equal numbers to 40 digits, equal expressions, or what math-verify finds equal: sets, intervals, equations, matrices."
     from math_verify import verify
-    from sympy import Expr, simplify
+    from sympy import Eq, Expr, FiniteSet, simplify
+    from sympy.logic.boolalg import BooleanAtom
 
+    if gold.has(Eq) != guess.has(Eq):
+        gold, guess = _assigned(gold), _assigned(guess)
+    sets = len({isinstance(x, FiniteSet) for x in (gold, guess)})  # 1 or {1}, (1,2) or 1,2
+    if sets == 2 or gold.has(Eq) != guess.has(Eq) or isinstance(gold, BooleanAtom):
+        return False
     if not (isinstance(gold, Expr) and isinstance(guess, Expr)):
         options = dict(numeric_precision=100, timeout_seconds=limit, raise_on_error=True)
         return verify(gold, guess, **options)
@@ -357,6 +370,18 @@ def _same_math(gold: Any, guess: Any, limit: int) -> bool:
     return bool(simplify(gold - guess) == 0)
 
 # %% ../nbs/method/02_verifiers.ipynb #99b944b9
+def _assigned(x: Any) -> Any:
+    "The values in `x = 5` and in `x = 5, x = 6`; other equations as they are."
+    from sympy import Eq, FiniteSet
+    from sympy.core.function import AppliedUndef
+
+    eqs = x.args if isinstance(x, FiniteSet) else [x]
+    name = lambda e: isinstance(e, Eq) and (e.lhs.is_Symbol or isinstance(e.lhs, AppliedUndef))
+    if not all(map(name, eqs)) or len({e.lhs for e in eqs}) > 1:
+        return x
+    return FiniteSet(*(e.rhs for e in eqs)) if isinstance(x, FiniteSet) else x.rhs
+
+
 def _capitals_apart(*texts: str) -> list[str]:
     "R as a name of its own where r occurs too: math-verify takes one for the other."
     letters = set(re.sub(r"\\[A-Za-z]+", "", " ".join(texts)))
@@ -372,19 +397,29 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
 
     (found, unit), (reference, wanted) = _without_unit(found), _without_unit(reference)
     several = [text.count(",") for text in (found, reference) if "\\{" not in text]  # 1,2 or 1,2,2
-    if unit and wanted and unit != wanted or all(several) and len({*several}) == 2:
+    lists = {bool(re.fullmatch(r"(\\left)? ?\[[^,]*\]", t)) for t in (found, reference)}  # [1] or 1
+    if (
+        unit
+        and wanted
+        and unit != wanted
+        or all(several)
+        and len({*several}) == 2
+        or lists == {0, 1}
+    ):
         return False
     pair = _quantity(found), _quantity(reference)
-    base = lambda text: re.sub(r"_\{(\w+)\}", r"_\1", text).split()  # 101_2 and 101_{2}
-    same = base(found) == base(reference)
+    base = lambda text: re.sub(r"_\{(\w+)\}", r"_\1", re.sub(r"(?<!\w) | (?!\w)", "", text))
+    same = base(found) == base(reference)  # 101_2 and 101_{2}
     if same or None not in pair:
         return same or _same_quantity(*pair)
     if _is_prose(reference):
         return False
     found, reference = _capitals_apart(found, reference)
     gold = _read_math(reference, limit)
-    if gold is None:
+    if gold is None and reference.count("{") != reference.count("}"):
         raise ValueError(f"math-verify cannot parse the reference {reference!r}")
+    if gold is None:  # sets of points, logic: the same text is right
+        return False
     try:
         guess = None if not found or _is_prose(found) else _read_math(found, limit)
         return guess is not None and timeout(limit)(_same_math)(gold, guess, limit)

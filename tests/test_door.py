@@ -166,6 +166,7 @@ def test_what_is_set_later_is_used_and_recorded_or_refused(key, tmp_path, policy
     if LATE[key]:
         with pytest.raises(ValueError, match=f"{key} was set to .* after the trainer was made"):
             trainer.fit(1)
+        assert "config_changed" not in trainer.run.events().kind.tolist()
         return trainer.close()
     with pytest.warns(UserWarning, match="configuration differs from the run's in: optimizer.lr"):
         trainer.fit(1).close()
@@ -345,6 +346,10 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
         (lambda p: GRPO(p, ROWS, RIGHT, 3), "config is a GRPOConfig of grpo_nb or a mapping"),
         (lambda p: GRPO(p, ROWS, RIGHT, "r.yaml"), "load_config reads a recipe"),
         (lambda p: GRPO(p, len, RIGHT), "got builtin_function_or_method"),
+        (lambda p: GRPO(model=p, reward_funcs=even, train_dataset=ROWS), "takes policy, .*: model is policy, reward_funcs is rewards, train_dataset is tasks here"),
+        (lambda p: GRPO.from_config({}, processing_class=3), r"is policy=\(model, tokenizer\) here"),
+        (lambda p: GRPO(p, ROWS), "Rewards are a function, .* got a NoneType"),
+        (lambda p: GRPO(p, ROWS, RIGHT, {"tasks.selector": dict}), "selector 'dict' is no selector class"),
         (lambda p: GRPO(p, ROWS, RIGHT, evaltasks=ROWS), "option of GRPO 'evaltasks'. Did you mean 'eval_tasks'"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"steps.x": 1}), "steps must be a whole number"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"optimizer.betas.x": 1}), "Unknown place in a list 'x'"),

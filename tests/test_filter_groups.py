@@ -441,6 +441,8 @@ def test_lost_and_garbled_lines():
     assert (s["num_gen_batches"], s["kept"], s["num_steps"]) == (3, 1259, 1)
     s = read(STEP[:5] + STEP[10:])[1]  # a whole batch
     assert (s["num_gen_batches"], s["missing_batches"], s["num_steps"]) == (3, 1, 1)
+    s = read([x for x in VERL.splitlines() + STEP if "Keep" in x])[1]  # nothing else was kept
+    assert (s["num_gen_batches"], s["missing_batches"], s["num_steps"]) == (3, 3, 2)
 
 
 @settings(max_examples=60, deadline=None)

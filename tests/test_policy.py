@@ -356,6 +356,12 @@ def test_names_import_nothing_and_what_is_missing_is_said(tmp_path, monkeypatch)
     wrong |= {"bad.gguf": "bad.gguf holds no model", "./no": "Give a folder"}
     wrong |= {"nosuch": "the Hugging Face cache does not hold it, and", "data:nosuch": "nosuch"}
     wrong |= {str(tmp_path): "holds no model that transformers can load"}
+    Path("run/checkpoints").mkdir(parents=True)
+    Path("done/checkpoints").mkdir(parents=True), Path("done/policy").mkdir()
+    wrong |= {
+        "run": r"is a run, no model: GRPO.load\('run'\).policy",
+        "done": "no model: done/policy",
+    }
     for name, message in wrong.items():
         with pytest.raises(ValueError, match=f"^policy.model.*{message}.*$"):
             GRPO.from_config(load_config(None, [f"policy.model={name}"]))

@@ -63,7 +63,7 @@ def test_one_process_is_gone_or_hangs_and_the_run_goes_on(tmp_path, how):
     lost, since = ranks(training)[1], time.monotonic()
     lost.send_signal(how)
     while "One of 2 processes is gone" not in (tmp_path / "out.txt").read_text():
-        assert time.monotonic() - since < 45, (tmp_path / "out.txt").read_text()
+        assert time.monotonic() - since < 120, (tmp_path / "out.txt").read_text()
         time.sleep(0.1)
     with contextlib.suppress(psutil.NoSuchProcess):
         lost.kill()  # torchrun gives a process that hangs 30 s to end

@@ -223,12 +223,16 @@ def test_reading_takes_no_lock_and_writes_nothing(tmp_path):
     assert {p.name: p.read_bytes() for p in run.dir.iterdir()} == before
 
 
-def test_missing_rows_are_said(tmp_path):
+def test_missing_and_doubled_rows_are_said(tmp_path):
     with Run.create(tmp_path / "r") as run:
         run.log(1, {"x": 1})
         with pytest.warns(UserWarning, match="after step 5, but its metrics end at 1"):
             run.truncate_after(5)
-    assert "missing_rows" in run.events().about.tolist()
+        run._files["metrics"].write([{"step": 1, "x": 2}])  # as an editor would
+        with pytest.warns(UserWarning, match="several rows of a step"):
+            run.truncate_after(1)
+    assert run.events().about.dropna().tolist() == ["missing_rows", "twice"]
+    assert run.rows()[0] == [{"step": 1, "x": 2}]
 
 
 WRITER = """

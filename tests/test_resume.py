@@ -14,6 +14,7 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from grpo_nb.lab.checkpoint import (
 )
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.session import check_resume
+from grpo_nb.processes import ProcessLost
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO, Paused
 
@@ -143,12 +145,23 @@ def test_a_signal_that_comes_while_processes_agree_is_not_lost(monkeypatch):
 
     monkeypatch.setattr("grpo_nb.trainer.gather", slow_gather)
     assert (t._agree(), t._agree()) == (True, False)
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("grpo_nb.trainer.gather", MagicMock(side_effect=ProcessLost))
+    with pytest.raises(ProcessLost):
+        t.fit()
+    os.kill(os.getpid(), signal.SIGTERM)  # as a launcher does: there is still something to say
+    t.session.around.close()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
     make(tmp_path / "r").fit().close()
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "r" / "checkpoints").rglob("*")}
-    again = make(tmp_path / "r", "run.if_exists=resume").fit()
+    again = make(tmp_path / "r", "run.if_exists=resume")
+    with pytest.warns(UserWarning, match="of the weights before the run in .*open_run"):
+        again.evaluate([{"prompt": "<bos>1="}], 1)
+    with warnings.catch_warnings(action="error"):
+        again.fit().evaluate([{"prompt": "<bos>1="}], 1)
     assert "Nothing left to do: 5 of 5" in capsys.readouterr().out
     again.close()
     assert len(rows(again)) == 5 and all(p.stat().st_mtime_ns == t for p, t in before.items())
@@ -306,6 +319,25 @@ def test_output_never_ends_training(output, mode, tmp_path, monkeypatch):
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.close()
+
+
+def test_a_relative_folder_is_that_where_the_trainer_was_made_and_lost_rows_are_said(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    t = make("r", callbacks=[lambda t, row: os.chdir("/")])
+    os.chdir("/usr")
+    t.fit(3).close()
+    path = tmp_path / "r/metrics.jsonl"
+    assert len(rows(t)) == 3 and t.run.dir == tmp_path / "r"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0] + lines[2])
+    os.chdir(tmp_path)
+    again = GRPO.load("r", rewards={"thirds": thirds})
+    os.chdir("/")
+    with pytest.warns(UserWarning, match="its metrics have 2 rows of 3 steps"):
+        again.fit(1).close()
+    assert [r["step"] for r in rows(again)] == [1, 3, 4]
 
 
 def test_the_state_that_was_is_what_close_writes(tmp_path):

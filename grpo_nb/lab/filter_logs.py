@@ -83,6 +83,9 @@ class _Reader:
     def number(self, index: int):
         "verl prints the index last: if it does not grow, the open batch had begun a new step."
         step, batch = self.step(), self.batch
+        if batch is None:  # nothing else is told of it
+            self.open_batch({"batch": index})
+            self.batch = None
         if batch is None or batch.get("batch") is not None:
             return
         if index <= max((b.get("batch") or 0 for b in step["batches"][:-1]), default=0):
@@ -155,6 +158,7 @@ def _step_summary(step: dict, rows: list[dict]) -> dict:
     targets = [r["target"] for r in rows if r.get("target") is not None]
     last = rows[-1].get("accumulated") if rows else None
     told = [step.get("num_gen_batches") or 0, len(rows), *(r["batch"] for r in rows)]
+    told += [b.get("batch") or 0 for b in step["batches"]]
     return {
         "num_gen_batches": int(max(told)),
         "prompts": prompts,
@@ -236,6 +240,8 @@ def _log_text(source: str | Path) -> str:
     path = Path(source)
     if path.is_file():
         data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            raise ValueError(f"{path} is compressed: unpack it first.")
         wide = "utf-16-be" if data[:1] in (b"\0", b"\xfe") else "utf-16-le"  # of Windows
         return data.decode(wide if b"\0" in data[:4] else "utf-8-sig", errors="replace")
     if isinstance(source, str) and _match_line(source):

@@ -29,6 +29,7 @@ from grpo_nb.config import (
     Natural,
     Positive,
     build_config,
+    check_options,
     config_tree,
     configuration,
     describe,
@@ -356,8 +357,7 @@ def from_config(
     **kwargs,  # reference, callbacks
 ) -> GRPO:
     "Model, tasks and rewards as the configuration names them."
-    for name in kwargs:
-        one_of("argument of GRPO", name, inspect.signature(cls).parameters)
+    check_options(cls, kwargs)
     check_callbacks(kwargs.get("callbacks", ()))
     config = config if isinstance(config, GRPOConfig) else override(GRPOConfig(), config)
     if "run.dir" in given_keys(config):
@@ -524,10 +524,10 @@ def _refuse_late_keys(trainer: GRPO) -> SimpleNamespace:
                     f"{key} was set to {value!r} after the trainer was made, which has read it: set it before."
                 )
 
-    return SimpleNamespace(on_batch_start=check)
+    return SimpleNamespace(on_fit_start=check, on_batch_start=check)
 
 
-GRPO.accompany(_refuse_late_keys)
+GRPO.accompany(_refuse_late_keys, first=True)
 
 # %% ../../nbs/lab/03_recipe.ipynb #eca4d734
 def _read_checkpoint(

@@ -106,7 +106,7 @@ class Run:
     status_every = 10.0  # seconds between updates of status.json while rows are logged
 
     def __init__(self, dir: str | Path):
-        self.dir = Path(dir)
+        self.dir = Path(dir).absolute()
         self._lock = self._last = None
         self._files, self._mirrors, self._warned, self._secrets = {}, [], set(), []
         self._changed = {}  # keys of the configuration that are known to differ
@@ -551,6 +551,9 @@ def truncate_after(
         file.close()
         rows, broken = read_jsonl(file.path)
         keep = [r for r in rows if type(r.get("step")) is int and r["step"] <= step]
+        if name == "metrics" and len(once := {r["step"]: r for r in keep}) < len(keep):
+            self.warn("twice", "metrics.jsonl has several rows of a step: the last one is kept")
+            keep = list(once.values())
         if n := len(rows) + len(broken) - len(keep):
             write_atomic(file.path, b"".join(map(json_line, keep)))
             removed[name] = n
