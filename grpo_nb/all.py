@@ -30,7 +30,7 @@ from .verifiers import answer_tags, exact_answer, format_match, length_target
 from .verifiers import math_equivalence, reasoning_gym_score
 
 # %% ../nbs/07_all.ipynb #f6a71e06
-from .lab.budgets import Samples, Seconds, Steps, Tokens
+from .lab.budgets import CpuSeconds, Samples, Seconds, Steps, Tokens
 from .lab.checkpoint import checkpoints, latest
 from .lab.compare import compare
 from .lab.diagnosis import diagnose

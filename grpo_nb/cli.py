@@ -29,7 +29,7 @@ from .files import RunLocked
 from .lab.frames import flat_keys
 from .lab.runs import FailedRun
 from .lab.spec import Spec
-from .lab.study import Study
+from .lab.study import Study, _listed
 from .lab.what_if import what_if
 from .processes import PeerError, first_to_tell, join_processes, leave_processes, say
 from .tasks import data_path
@@ -195,7 +195,7 @@ def _compare(
     except ValueError as e:  # with the key as it is written in the recipe
         raise ValueError(f"compare.{e}" if str(e).split()[0] in block else str(e)) from None
     seeds = ", ".join(map(str, spec.seeds))
-    say(f"{title}: {', '.join(spec.variants)}; seeds {seeds}; {spec.budget} per run")
+    say(f"{title}: {_listed(spec.variants)}; seeds {seeds}; {spec.budget} per run")
     study = compare(base=config, **block)
     study.save(dir / "study.json")
     return study, None if study.unfinished else _show(study, dir, title, shown)

@@ -535,6 +535,8 @@ def test_a_run_that_was_cut_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     assert not (job("whole").dir / "run" / "checkpoints").exists()  # nothing is left to resume
     for k in ("reward", "eval_sampled", "n_rollouts_generated", "grad_norm", "step"):
         assert whole["curve"][k] == again["curve"][k], k
+    spent = again["curve"]["cpu_seconds"]
+    assert spent == sorted(set(spent)) and spent[-1] == again["cpu_seconds"]  # of both attempts
 
 
 NOTEBOOK = """

@@ -21,7 +21,7 @@ from ..files import plain, write_atomic
 from .budgets import _to_budget
 from .paired_statistics import detectable, improvement, joint_level, verdict
 from .plots import COLORS, _label_of, make_figure, _show_in_cell
-from .study import MEAN, Study, check_metric, final_score, held_out, _is_lower
+from .study import MEAN, Study, check_metric, final_score, held_out, _is_lower, _listed
 from ..statistics import t_interval, two_way_interval
 
 # %% ../../nbs/lab/05_report.ipynb #fee9fb37
@@ -58,7 +58,7 @@ def _row(table: "Table", name: str, scores: Mapping[str, Mapping[int, float]]) -
     for what, found in (
         ("value", t_interval(list(mine.values()), level)),
         ("difference", t_interval(d, joint_level(level, arms)) if d else none),
-        ("better", improvement(*pair, level) if d else none),
+        ("better", improvement(*pair, level) if any(d) else none),  # of equal runs nothing
     ):
         row |= dict(zip((what, f"{what}_low", f"{what}_high"), found))
     spread = np.std(d, ddof=len(d) > 1) if d else math.nan
@@ -133,11 +133,11 @@ def _about_runs(table: "Table") -> list[str]:
         out.append(f"Tuned alike: {tried}, by {how}.")
         sure = {k: v for k, v in study.certainty().items() if k in shown}
         if sure and len(tune["seeds"]) > 1:
-            said = ", ".join(f"{k} {v:.0%}" for k, v in sure.items())
+            said = _listed(f"{k} {v:.0%}" for k, v in sure.items())
             out.append(f"Resampled tuning seeds choose the same in: {said}.")
     for key in study.tuned:
         if edge := [name for name in shown if key in study.edges().get(name, ())]:
-            out.append(f"At the edge of the grid of {key}: {', '.join(edge)}.")
+            out.append(f"At the edge of the grid of {key}: {_listed(edge)}.")
     return out
 
 # %% ../../nbs/lab/05_report.ipynb #07c70045
@@ -345,9 +345,11 @@ def profile(
 # %% ../../nbs/lab/05_report.ipynb #b46af244
 @patch
 def score_names(self: Study) -> list[str]:
-    "Held-out scores, the primary one first."
+    "Held-out scores, the primary one first; of those that are the same in every run one."
     found = {k for r in self.reported if r.get("curve") for k in held_out(r["curve"])}
-    return sorted(found, key=lambda k: (k != self.spec["metric"].removeprefix(MEAN), k))
+    names = sorted(found, key=lambda k: (k != self.spec["metric"].removeprefix(MEAN), k))
+    curves = [[r["curve"].get(k) for r in self.reported if r.get("curve")] for k in names]
+    return [k for i, k in enumerate(names) if curves[i] not in curves[:i]]
 
 # %% ../../nbs/lab/05_report.ipynb #76c9a6af
 @patch
@@ -477,5 +479,5 @@ def report(
         "Environment": [_yaml(self.environment)],
     }
     budget = _to_budget(self.spec["budget"])
-    lead = f"{', '.join(self.spec['variants'])}: {len(self.reported)} runs of {budget}"
+    lead = f"{_listed(self.spec['variants'])}: {len(self.reported)} runs of {budget}"
     return write_page(path, title, lead, sections)

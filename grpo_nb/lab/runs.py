@@ -99,41 +99,47 @@ class _Record:
         budget: Budget,
         every: Budget | None = None,  # evaluate along the way
         metrics: Sequence[str] = (),  # have to be there after the first step
-        dir: Path | None = None,  # where evaluations along the way survive an interruption
+        dir: Path | None = None,  # where scores and processor seconds survive an interruption
     ):
         self.evaluate, self.budget, self.every, self.metrics = evaluate, budget, every, metrics
         self.scores = None if dir is None else Path(dir) / "scores.jsonl"
         # in a pool of threads the time of the process belongs to all runs together
         alone = threading.current_thread() is threading.main_thread()
         self.clock = time.process_time if alone else time.thread_time
-        self.cpu_seconds, self.rows = 0.0, []
+        self.rows = []
 
     def __call__(self, trainer, row):
-        self.cpu_seconds += self.clock() - self.since
-        last, row = self.rows[-1], _numbers(row) | {"step": len(self.rows)}
-        row["cpu_seconds"] = self.cpu_seconds
+        last, now = self.rows[-1], self.clock()
+        own = {"cpu_seconds": last["cpu_seconds"] + now - self.since}
+        row = _numbers(row) | own | {"step": len(self.rows)}
         self.rows.append(row)
+        self.keep(own)
         if len(self.rows) == 2:
             _check_metrics(self.metrics, self.rows[0].keys() | row.keys())
         spent, every = self.budget.spent(row) >= self.budget.n, self.every
         if spent or every and every.spent(row) // every.n > every.spent(last) // every.n:
-            row |= self.judge()
+            scores = self.judge()
+            row |= scores
+            self.keep(own | scores)
         if spent:
             raise _BudgetSpent
         self.since = self.clock()
 
     def judge(self) -> dict:
-        "Evaluate now, and keep the scores beside the run's checkpoints."
+        "Evaluate now."
         found = self.evaluate()
-        scores, self.by_task = _scores_of(found), getattr(found, "by_task", {})
+        self.by_task = getattr(found, "by_task", {})
+        return _scores_of(found)
+
+    def keep(self, found: Mapping):
+        "Write down beside the run's checkpoints what they do not hold."
         if self.scores is not None:
             self.scores.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.closing(Appender(self.scores)) as file:
-                file.write([finite({"step": len(self.rows) - 1, "scores": dict(scores)})])
-        return scores
+                file.write([finite({"step": len(self.rows) - 1, "scores": dict(found)})])
 
     def kept(self) -> dict[int, dict]:
-        "Scores of an earlier attempt, by step; a later line of a step counts."
+        "What an earlier attempt has written, by step; a later line of a step counts."
         there = self.scores is not None and self.scores.exists()
         return {r["step"]: r["scores"] for r in read_jsonl(self.scores)[0]} if there else {}
 
@@ -150,7 +156,8 @@ def train(
         self.kept(),
     )
     for i, row in enumerate(trainer.history, 1):
-        self.rows.append(_numbers(row) | {"step": i} | kept.get(i, {}))
+        own = {"step": i, "cpu_seconds": self.rows[-1]["cpu_seconds"]}  # if it was not written down
+        self.rows.append(_numbers(row) | own | kept.get(i, {}))
     ended = "tasks"
     if len(self.rows) > 1 and self.budget.spent(self.rows[-1]) >= self.budget.n:
         ended = "budget"  # an earlier attempt has taken the last step
@@ -353,12 +360,11 @@ def _train_run(job: Job) -> dict:
         if job.folder and hasattr(trainer, "open_run"):
             trainer.open_run()  # loads what an earlier attempt has saved
             dir = job.dir
-        whole = not trainer.history  # else an earlier attempt has done a part
         record = _Record(evaluate, job.budget, job.eval_every, job.metrics, dir)
         ended = record.train(trainer, start)
-    names = dict.fromkeys(k for r in record.rows for k in r if whole or k != "cpu_seconds")
+    names = dict.fromkeys(k for r in record.rows for k in r)
     curve = {k: [r.get(k) for r in record.rows] for k in names}
-    cpu_seconds = record.cpu_seconds if whole else None
+    cpu_seconds = record.rows[-1]["cpu_seconds"]
     by_task = {f"eval_{k}": [round(float(v), 5) for v in x_P] for k, x_P in record.by_task.items()}
     return {"ended": ended, "curve": curve, "cpu_seconds": cpu_seconds, "by_task": by_task}
 

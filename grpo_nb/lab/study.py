@@ -83,6 +83,12 @@ def _compact(run: Mapping, keep: Sequence[str], metric: str) -> dict:
     return out | ({"by_task": by_task} if by_task and run["phase"] == "report" else {})
 
 # %% ../../nbs/lab/04_study.ipynb #6cd5826c
+def _listed(names: Iterable[str]) -> str:
+    "Names in one line; where one holds a comma, semicolons tell them apart."
+    names = list(names)
+    return ("; " if any("," in n for n in names) else ", ").join(names)
+
+
 @dataclass
 class Study:
     "Runs of several variants and seeds at one budget."
@@ -95,7 +101,7 @@ class Study:
     def __repr__(self):
         left = f", {self.unfinished} runs unfinished" if self.unfinished else ""
         runs = f"{len(self.reported)} runs of {_to_budget(self.spec['budget'])}"
-        return f"Study({', '.join(self.spec['variants'])}; {runs}{left})"
+        return f"Study({_listed(self.spec['variants'])}; {runs}{left})"
 
     @property
     def reported(self) -> list[dict]:

@@ -1,11 +1,9 @@
 """Peak memory and time of log-probs + backward with a real vocabulary (49152), ours beside the plain ways.
 
     python tests/bench/logp_memory.py [--modes ours full keep backbone] [--repeats 3]
-    python tests/bench/logp_memory.py --peer-python TRL_ENV/bin/python --peer-script trl_logp_memory.py
 
 Every measurement is a fresh process; modes alternate. Memory is the peak resident set during the measured passes minus that
-just before them (model and gradients already there). The loss is the clipped ratio with token-mean weights. With the last two
-arguments the peer's own script is run in the same alternation, in its environment.
+just before them (model and gradients already there). The loss is the clipped ratio with token-mean weights.
 
   ours       TokenPolicy.logp: one pass, output layer in chunks
   ours_micro the same gradient in four backward passes of two rows each (UpdateConfig.micro_tokens)
@@ -139,24 +137,17 @@ def main():
     ap.add_argument("--mode", default="", help=argparse.SUPPRESS)
     ap.add_argument("--repeats", type=int, default=3)
     ap.add_argument("--result", default="logp_memory", help="name of the file in results/")
-    ap.add_argument("--peer-python")
-    ap.add_argument("--peer-script")
     for k, v in KNOBS.items():
         ap.add_argument("--" + k, type=int, default=v)
     a = ap.parse_args()
     if a.mode:
         return measure(a)
     knobs = [x for k in KNOBS for x in (f"--{k}", getattr(a, k))]
-    shared = [x for k in KNOBS if k != "chunk" for x in (f"--{k}", getattr(a, k))]
-    env, runs = environment("trl"), []
+    env, runs = environment(), []
     for _ in range(a.repeats):
         for mode in a.modes:
             runs.append(child([sys.executable, __file__, "--mode", mode, *knobs], cwd=ROOT))
             print(runs[-1], flush=True)
-        if a.peer_python:
-            out = child([a.peer_python, a.peer_script, "--modes", "trl", "--repeats", 1, *shared])
-            runs += out["runs"]
-            print(out["runs"], flush=True)
     rows = []
     for mode in dict.fromkeys(r["mode"] for r in runs):
         got = [r for r in runs if r["mode"] == mode]
@@ -169,13 +160,10 @@ def main():
             }
         )
     options = f" --modes {' '.join(a.modes)} --result {a.result}" * (a.result != "logp_memory")
-    command = f"python tests/bench/logp_memory.py{options}" + (
-        " --peer-python … --peer-script …" if a.peer_python else ""
-    )
+    command = f"python tests/bench/logp_memory.py{options}"
     notes = (
         f"42.5 M parameters, vocabulary {a.vocab}, {a.batch} x ({a.prompt} + {a.completion}) tokens, fp32, {a.threads} threads, "
-        f"median of {a.repeats} processes x {a.passes} passes, modes alternating. `trl` (if present) is TRL's own loss path on a "
-        "CPU, where its fused kernels are not available; its figures say nothing about a GPU."
+        f"median of {a.repeats} processes x {a.passes} passes, modes alternating."
     )
     save(a.result, "Peak memory of log-probs + backward", rows, command, env, notes, runs)
 
