@@ -37,10 +37,9 @@ from .lab.diagnosis import diagnose
 from .lab.display import browse, show_table
 from .lab.filter_logs import format_summary, parse_filter_logs
 from .lab.log_importers import read_trl, read_verl
-from .lab.plots import plot_run, plot_runs
+from .lab.plots import plot_run
 from .lab.recipe import GRPOConfig, load_config, open_stream
 from .lab.record import Run
-from .lab.session import check_resume
 from .lab.study import Study
 from .lab.what_if import what_if
 

@@ -31,7 +31,7 @@ from .lab.runs import FailedRun
 from .lab.spec import Spec
 from .lab.study import Study, _listed
 from .lab.what_if import what_if
-from .processes import PeerError, first_to_tell, join_processes, leave_processes, say
+from .processes import PeerError, _first_to_tell, join_processes, _leave_processes, say
 from .tasks import data_path
 from .trainer import GRPO
 
@@ -214,11 +214,7 @@ def _show(study: Study, dir: Path, title: str, shown: Mapping[str, str]) -> Path
     return report
 
 # %% ../nbs/07_cli.ipynb #2c28755e
-def _demo(
-    dir: Path,
-    overrides: Sequence[str] = (),  # of both comparisons, as for `_compare`
-    **how,  # workers, threads
-) -> bool:  # whether it is finished
+def _demo(dir: Path, overrides: Sequence[str] = (), **how) -> bool:  # whether it is finished
     "Two comparisons, each with its report, and what they say together."
     studies = {}
     os.environ["PYTHONWARNINGS"] = "ignore:scheme='reference' clips"  # one arm shows what it says
@@ -261,9 +257,7 @@ def _yaml_value(value) -> str:
 
 # %% ../nbs/07_cli.ipynb #3c1376a7
 def _what_if(
-    run: str | Path,  # a run of ours, TRL's completions, or verl's rollout dump
-    advantage: str = "grpo,gdpo",  # estimators
-    filter_groups: str | None = None,  # component that must vary
+    run: str | Path, advantage: str = "grpo,gdpo", filter_groups: str | None = None
 ) -> str:
     "The tables of `what_if` as text."
     found = what_if(run, advantage.split(","), filter_groups)
@@ -378,18 +372,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     "Entry point of `grpo-nb`: the exit code of the given arguments, or of the command line."
     try:
         code = _run_command(_make_parser().parse_args(argv))
-        leave_processes()
+        _leave_processes()
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # grpo-nb config | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 141
     except (ValueError, OSError, RunLocked, FloatingPointError, FailedRun, PeerError) as e:
-        if first_to_tell():
+        if _first_to_tell():
             print(f"grpo-nb: {' '.join(str(e).split())}", file=sys.stderr, flush=True)
         return 1 if isinstance(e, (FailedRun, PeerError)) else 2
     except KeyboardInterrupt:
-        if first_to_tell():
+        if _first_to_tell():
             print("grpo-nb: interrupted", file=sys.stderr)
         return 130
 

@@ -92,11 +92,9 @@ def evaluate(
     seed: int = 0,
 ) -> Scores:
     "How many greedy and sampled completions pass; training that goes on later is not touched."
-    samples = check_number("evaluate(samples)", samples, 0, whole=True)
+    samples = EvalConfig(samples=samples, greedy=greedy).samples  # in range, and not nothing
     for i in k:
         check_number("k of pass@k", i, 1, samples, whole=True)
-    if not samples and not greedy:
-        raise ValueError("Nothing to evaluate: eval.samples=0 and eval.greedy=false.")
     parts = _parts(tasks, limit)
     tasks = [t for part in parts.values() for t in part]
     passed = passing_rewards(rewards.components, passed, weights)

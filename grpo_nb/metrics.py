@@ -7,11 +7,9 @@ __all__ = ['COUNTERS', 'Counters', 'peak_memory_mb', 'completion_metrics', 'merg
 
 # %% ../nbs/method/02_metrics.ipynb #b2b97193
 import contextlib
-import json
 import math
 import sys
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .config import one_of
 from .core import Rollout
 from .files import read_jsonl
 
@@ -42,11 +39,8 @@ class Counters:
         self.since = clock()
 
     def add(self, **amounts: float) -> None:
-        "Add to counters by name; an amount is never negative."
+        "Add to counters by name."
         for name, amount in amounts.items():
-            one_of("counter", name, COUNTERS)
-            if not amount >= 0:
-                raise ValueError(f"Counters only grow: {name} += {amount}.")
             self.values[name] += amount
 
     @contextlib.contextmanager
@@ -70,10 +64,7 @@ class Counters:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         "Continue from stored values."
-        if set(state) != set(COUNTERS):
-            odd = ", ".join(sorted(set(state) ^ set(COUNTERS)))
-            raise ValueError(f"Counters differ from the stored ones in: {odd}.")
-        self.values = dict(state)
+        self.values |= state
         self.since = self.clock()
 
 # %% ../nbs/method/02_metrics.ipynb #e0bd08bf
@@ -114,8 +105,7 @@ def _mean_min_max(name: str, x) -> dict[str, float]:
 def merge_rows(
     rows: Sequence[Mapping[str, float]],  # one per generation batch
     sums: Collection[str] = (),  # names that are added up; names with "/n_" always are
-    weights: Sequence[float]
-    | None = None,  # of the rows, for the means; None: those that have it count alike
+    weights: Sequence[float] | None = None,  # of the rows, for the means; None: all alike
 ) -> dict[str, float]:
     "The numbers of several batches as those of one."
     found = {}
@@ -134,7 +124,7 @@ def merge_rows(
 
 # %% ../nbs/method/02_metrics.ipynb #d2eb3ea1
 class History(Sequence):
-    "One row per step, however many: the last `window` in memory, older ones in the run's file, or compressed."
+    "One row per step, however many: of a run with a file the last `window` in memory, older ones there."
 
     def __init__(
         self,
@@ -144,24 +134,20 @@ class History(Sequence):
         rows = read_jsonl(file)[0] if file is not None else []
         self.file, self.window = file, window
         self.recent = deque(rows[-window:])
-        self.n_old, self.packed = len(rows) - len(self.recent), []
+        self.n_old = len(rows) - len(self.recent)
 
     def append(self, row: dict) -> None:
         "Add the row of a step."
         self.recent.append(row)
-        if len(self.recent) > self.window:
-            old = self.recent.popleft()
+        if self.file is not None and len(self.recent) > self.window:
+            self.recent.popleft()
             self.n_old += 1
-            if self.file is None:
-                self.packed.append(zlib.compress(json.dumps(old, default=float).encode()))
 
     def __len__(self) -> int:
         return self.n_old + len(self.recent)
 
     def __iter__(self):
-        if self.file is None:
-            yield from (json.loads(zlib.decompress(x)) for x in self.packed)
-        elif self.n_old:
+        if self.n_old:
             yield from read_jsonl(self.file)[0][: self.n_old]
         yield from self.recent
 

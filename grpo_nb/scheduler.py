@@ -22,9 +22,9 @@ from .config import check_number, one_of, unknown_name
 from .core import Registry, Rollout, group_stats
 from .rewards import passing_rewards, sample_scores
 from .selectors import BaseSelector, _check_chosen, make_selector
-from .shares import _make_shares, _mean_abs_advantage
+from .shares import _make_shares
 from .stream import StreamConfig, TaskStream, open_tasks
-from .tasks import Task, Taskset, data_path
+from .tasks import Task, Taskset
 
 # %% ../nbs/method/03_scheduler.ipynb #2e8e362d
 SELECTOR_METRIC = "selector_metric"
@@ -157,7 +157,7 @@ class TasksetScheduler:
         total_steps: int | None = None,  # how long, in reads; goes before total_epochs
         seed: int
         | None = None,  # of the order of tasksets; None: the epoch alone, as in Trinity-RFT
-        shares: Any = "size",  # or weights, {"kind": "stages" or "ucb", ...}, an object with ids(start, count)
+        shares: Any = "size",  # or weights, {"kind": "stages", "stages": [...]}, an object with ids(start, count)
         operators: Sequence = (),  # experience operators: a name, {name, args}, or an object with `process`
     ):
         self.batch_size = check_number("batch_size", batch_size, 1, whole=True)
@@ -169,7 +169,7 @@ class TasksetScheduler:
         self.selectors = _selectors_of(self.tasksets, selectors)
         self.shares = _make_shares(shares, self.ids, self.sizes, seed)
         self.operators = [_make_operator(o) for o in operators]
-        self.adaptive = any(getattr(s, "adaptive", False) for s in (self.shares, *self.selectors))
+        self.adaptive = any(getattr(s, "adaptive", False) for s in self.selectors)
         self.cursor, self.places = 0, sum(self.sizes)
         # 0.29 * 100 is 28.999999999999996 in floating point, and means 29
         epochs = None if total_epochs is None else int(total_epochs * self.places + 1e-6)
@@ -259,7 +259,7 @@ def observe(
     if self.adaptive and not self.operators and not self._warned:
         self._warned = True
         warnings.warn(
-            "The tasks are chosen by selectors or shares that learn, but there is no experience operator to teach them: "
+            "The tasks are chosen by selectors that learn, but there is no experience operator to teach them: "
             "add pass_rate_calculator to operators.",
             stacklevel=2,
         )
@@ -277,15 +277,12 @@ def update(
     self: TasksetScheduler,
     metrics: Mapping,  # SELECTOR_METRIC: {taskset_id: {"indices", "values", "counts"}}, and others
 ) -> None:
-    "Route pass rates to the selectors and to shares that learn; metrics without feedback change nothing."
+    "Route pass rates to the selectors; metrics without feedback change nothing."
     for key, f in metrics.get(SELECTOR_METRIC, {}).items():
         k = self.ids.index(one_of("taskset", key, self.ids))
         update = self.selectors[k].update
         takes_counts = len(inspect.signature(update).parameters) > 2
         update(f["indices"], f["values"], *([f.get("counts")] if takes_counts else []))
-        values = np.asarray(f["values"], np.float64)
-        if getattr(self.shares, "adaptive", False) and not np.isnan(values).all():
-            self.shares.update(k, _mean_abs_advantage(values[~np.isnan(values)]))
 
 # %% ../nbs/method/03_scheduler.ipynb #f6708c9e
 @patch
@@ -296,7 +293,6 @@ def state_dict(self: TasksetScheduler) -> dict[str, Any]:
         "cursor": self.cursor,
         "tasksets": {str(k): t for k, t in enumerate(tasksets)},
         "selectors": {str(k): s.state_dict() for k, s in enumerate(self.selectors)},
-        **({"shares": self.shares.state_dict()} if hasattr(self.shares, "state_dict") else {}),
     }
 
 # %% ../nbs/method/03_scheduler.ipynb #55dac1b2
@@ -313,8 +309,6 @@ def load_state_dict(self: TasksetScheduler, state: Mapping[str, Any]) -> None:
     self.cursor = int(state["cursor"])
     for k, s in enumerate(self.selectors):
         s.load_state_dict(state["selectors"][str(k)])
-    if "shares" in state:
-        self.shares.load_state_dict(state["shares"])
 
 # %% ../nbs/method/03_scheduler.ipynb #c7e7c81c
 class _FeaturedTasks:
@@ -355,15 +349,11 @@ def open_entry(
             raise ValueError(f"{where}: {unknown_name('key', key, known)}")
     options = {k: v for k, v in entry.items() if k not in ("name", "path", "features")}
     options.setdefault("id", entry.get("name"))
-    tasks = Taskset.load(_locate(entry["path"]), name=entry.get("name"), **options)
+    tasks = Taskset.load(entry["path"], name=entry.get("name"), **options)
     if not entry.get("features"):
         return tasks
     prompt = {"prompt": options["prompt"]} if "prompt" in options else {}
-    return _FeaturedTasks(tasks, Taskset.load(_locate(entry["features"]), **prompt))
-
-
-def _locate(path: Any) -> Any:
-    return data_path(path[5:]) if str(path).startswith("data:") else path
+    return _FeaturedTasks(tasks, Taskset.load(entry["features"], **prompt))
 
 # %% ../nbs/method/03_scheduler.ipynb #12cd41e4
 def make_stream(

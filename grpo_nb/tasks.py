@@ -322,10 +322,10 @@ def _rows_of(
 ) -> tuple[Any, str]:  # the rows, and what to call them
     "Choose the row class for a source."
     if isinstance(source, (str, os.PathLike)):
-        path = Path(source)
-        if not (path.exists() or path.is_absolute()):
+        path, embedded = Path(source), str(source).startswith("data:")
+        if embedded or not (path.exists() or path.is_absolute()):
             try:
-                path = data_path(str(source))
+                path = data_path(str(source).removeprefix("data:"))
             except ValueError:
                 raise ValueError(
                     f"No file {source}, neither here ({Path.cwd()}) nor in the embedded data."
@@ -458,7 +458,7 @@ def column(
 @patch(cls_method=True)
 def load(
     cls: Taskset,
-    source: Any,  # JSONL or parquet path, "gym:NAME", datasets.Dataset, pyarrow.Table, list of dicts, Taskset
+    source: Any,  # JSONL or parquet path, "data:NAME", "gym:NAME", datasets.Dataset, pyarrow.Table, list of dicts, Taskset
     name: str | None = None,  # default: from the source
     **options,  # of Taskset: prompt, id, rename; for "gym:NAME" also size, seed, the generator's settings
 ) -> Taskset:

@@ -14,12 +14,11 @@ import warnings
 from pathlib import Path
 
 import torch
+from resumed import row_differences, state_differences
 
-from grpo_nb.files import read_jsonl
 from grpo_nb.lab import checkpoint, session
 from grpo_nb.lab.checkpoint import checkpoints, latest
 from grpo_nb.lab.recipe import load_config
-from grpo_nb.lab.session import _state_differences
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 
@@ -123,7 +122,7 @@ def die_at(n):
 
         return g
 
-    for name in ("to_disk", "sha256", "_write_state", "_seal", "pack"):
+    for name in ("_to_disk", "sha256", "_write_state", "_seal", "pack"):
         setattr(checkpoint, name, count(getattr(checkpoint, name)))
     session.prune = count(session.prune)
     checkpoint.shutil.rmtree = count(checkpoint.shutil.rmtree)
@@ -193,9 +192,7 @@ def main(variant, folder, kills, seed):
 def compare(a, b):
     "Weights, metrics and samples are the same, but for times."
     one, two = (torch.load(p / "end.pt", weights_only=True) for p in (a, b))
-    odd = _state_differences(one, two)
-    for name in ("metrics", "samples"):
-        odd += _state_differences(*(read_jsonl(p / f"{name}.jsonl")[0] for p in (a, b)), name)
+    odd = state_differences(one, two) + row_differences(a, b)
     assert not odd, odd[:8]
 
 

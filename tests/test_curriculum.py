@@ -25,9 +25,8 @@ STAGES = [
 # selectors of the three tasksets, share policy, what the collector does otherwise
 RUNS = {
     "size": (("difficulty_based", "thompson", "greso"), "size", {"adaptive_cap": True}),
-    "ucb": (("shuffle", "learnability", "offline_easy2hard"), {"kind": "ucb", "window": 16}, {"surplus": "drop"}),
+    "weights": (("shuffle", "learnability", "offline_easy2hard"), [2, 1, 1], {"surplus": "drop"}),
     "stages": (("random", "sequential", "thompson"), {"kind": "stages", "stages": STAGES}, {"on_cap": "skip_step"}),
-    "softmax_q": (("greso", "difficulty_based", "learnability"), {"kind": "softmax_q", "tau": 0.3}, {}),
 }  # fmt: skip
 OPTIONS = {
     "random": {"wrap": "epochs"},

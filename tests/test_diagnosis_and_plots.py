@@ -99,8 +99,6 @@ def test_names_are_drawn_as_they_are(tmp_path):
     fig.savefig(tmp_path / "x.png")
     shown = [t.get_text().strip() for t in fig.axes[0].get_legend().get_texts()]
     assert {k.replace("$", r"\$") for k in ODD if k} <= set(shown)
-    fig = plots.plot_runs(dict.fromkeys(ODD, frame), y=r"rewards/$\frac$/mean")
-    fig.savefig(tmp_path / "x.png")
 
 
 CELLS = [

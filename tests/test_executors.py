@@ -6,10 +6,10 @@ import signal
 from concurrent.futures import Future
 
 import pytest
+from resumed import is_timing
 
 from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
-from grpo_nb.lab.record import is_timing
 
 BASE = {"policy": {"max_new_tokens": 6}, "train_batch_size": 4, "num_generations": 4}
 BASE |= {"eval": {"limit": 8}}

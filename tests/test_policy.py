@@ -15,6 +15,7 @@ import peft
 import pytest
 import torch
 from huggingface_hub import HfApi, constants
+from resumed import check_resume
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -28,8 +29,7 @@ from transformers import (
 
 from grpo_nb.core import concat, seeded
 from grpo_nb.lab.recipe import load_config
-from grpo_nb.lab.session import check_resume
-from grpo_nb.policies.decoding import Decoder, _LlamaDecoder, shape_logits
+from grpo_nb.policies.decoding import _Decoder, _LlamaDecoder, shape_logits
 from grpo_nb.policies.loading import load_model
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import Taskset, data_path
@@ -143,7 +143,7 @@ def test_fast_decoder_is_used_where_it_fits(policy):
         kind = type(policy.network.decoder())
     known = policy.model.config.model_type in ("llama", "qwen2", "mistral")
     window = getattr(policy.model.config, "sliding_window", None) == 4
-    assert kind is (_LlamaDecoder if known and not window else Decoder)
+    assert kind is (_LlamaDecoder if known and not window else _Decoder)
 
 
 def test_a_lora_run_resumes_with_the_same_bytes(tmp_path):

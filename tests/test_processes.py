@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
+from resumed import check_resume, is_timing
 
 from grpo_nb.advantages import ADVANTAGES
 from grpo_nb.core import Rollout, seeded
 from grpo_nb.lab.recipe import GRPOConfig
-from grpo_nb.lab.record import is_timing
-from grpo_nb.lab.session import check_resume
 from grpo_nb.losses import AGGREGATIONS
 from grpo_nb.processes import place
 from grpo_nb.trainer import GRPO

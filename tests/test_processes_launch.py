@@ -10,10 +10,11 @@ import time
 import psutil
 import pytest
 import torch
+from resumed import is_timing
 
 from grpo_nb.files import read_jsonl
 from grpo_nb.lab.checkpoint import read_state
-from grpo_nb.lab.record import Run, is_timing
+from grpo_nb.lab.record import Run
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import data_path
 

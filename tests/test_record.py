@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.files import Lock, RunLocked, _repair_tail, json_line, read_jsonl, write_atomic
+from grpo_nb.files import Lock, RunLocked, _json_line, _repair_tail, read_jsonl, write_atomic
 from grpo_nb.lab import record
 from grpo_nb.lab.diagnosis import diagnose
 from grpo_nb.lab.frames import _metric_row
@@ -57,7 +57,7 @@ NUMBER = st.one_of(st.floats(), st.integers(-(2**60), 2**60), st.booleans(), st.
 @given(st.lists(st.dictionaries(NAME, NUMBER, max_size=4), max_size=6))
 def test_rows_survive_writing_and_reading(tmp_path_factory, metrics):
     path = tmp_path_factory.mktemp("rows") / "m.jsonl"
-    path.write_bytes(b"".join(json_line(_metric_row(i, m)) for i, m in enumerate(metrics)))
+    path.write_bytes(b"".join(_json_line(_metric_row(i, m)) for i, m in enumerate(metrics)))
     rows, broken = read_jsonl(path)
     assert not broken and len(rows) == len(metrics)
     for i, (row, m) in enumerate(zip(rows, metrics)):
@@ -68,7 +68,7 @@ def test_rows_survive_writing_and_reading(tmp_path_factory, metrics):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(0, 200))
 def test_a_file_cut_anywhere_keeps_every_whole_row(tmp_path_factory, n, cut):
-    lines = [json_line({"step": i, "text": "x" * i}) for i in range(n)]
+    lines = [_json_line({"step": i, "text": "x" * i}) for i in range(n)]
     path = tmp_path_factory.mktemp("cut") / "m.jsonl"
     data = b"".join(lines)[:cut]
     path.write_bytes(data)
@@ -218,7 +218,7 @@ def test_reading_takes_no_lock_and_writes_nothing(tmp_path):
         run.log_samples(1, [dict(prompt="p", completion="c", reward=1.0, advantage=0.0)])
     before = {p.name: p.read_bytes() for p in run.dir.iterdir()}
     again = Run.open(run.dir)
-    again.frame(), again.events(), again.samples("best"), again.config, again.status
+    again.frame(), again.events(), again.samples(), again.config, again.status
     plot_run(again), diagnose(again), repr(again)
     assert {p.name: p.read_bytes() for p in run.dir.iterdir()} == before
 

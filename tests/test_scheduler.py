@@ -21,12 +21,7 @@ from grpo_nb.scheduler import (
     open_entry,
 )
 from grpo_nb.selectors import TaskSelectorConfig
-from grpo_nb.shares import (
-    Shares,
-    SoftmaxQShares,
-    UcbShares,
-    _make_shares,
-)
+from grpo_nb.shares import Shares, _make_shares
 from grpo_nb.tasks import Task
 
 CONFORMANCE = Path(__file__).parent / "conformance"
@@ -125,19 +120,6 @@ def test_every_epoch_serves_each_taskset_exactly(sizes, batches, seed):
     whole = TasksetScheduler(data, 1, "shuffle", total_epochs=epochs, seed=seed)
     per = Counter(x for b in whole for x in pairs(b))
     assert len(per) == sum(sizes) and {*per.values()} == {epochs}  # each task once per epoch
-
-
-@pytest.mark.parametrize(
-    "policy", [UcbShares([5, 5, 5], 1, 0.5), SoftmaxQShares([5, 5, 5], 1, 0.5)]
-)
-def test_bandit_frequencies_match_its_distribution(policy):
-    rng = np.random.default_rng(0)
-    for k, p in enumerate((0.05, 0.5, 0.9)):
-        policy.update(k, 2 * np.sqrt(p * (1 - p)) + 0 * rng.random(50))
-    expected = 30_000 * policy.probabilities()
-    draws = np.concatenate([policy.ids(s, 100) for s in range(0, 30_000, 100)])
-    chi2 = ((np.bincount(draws, minlength=3) - expected) ** 2 / expected).sum()
-    assert chi2 < 13.8 and expected.argmax() == 1  # 99.9 % point with 2 degrees of freedom
 
 
 # Length of a run ---------------------------------------------------------------------------------
@@ -246,12 +228,11 @@ def test_features_are_joined_by_prompt(tmp_path):
     "call,match",
     [
         (lambda: TasksetScheduler([Table(1)], 0), "batch_size must be"),
-        (lambda: _make_shares({"kind": "ucb", "windw": 1}, ["a"], [5], None), "'window'"),
+        (lambda: _make_shares({"kind": "stages", "stage": []}, ["a"], [5], None), "'stages'"),
         (lambda: Shares([5, 7], stages=[{"weights": [0, 0]}]), "not all zero"),
         (lambda: Shares([5, 7], stages=[]), "at least one stage"),
         (lambda: Shares([5, 7], stages=[{"weights": [1, 0]}] * 2), "samples >= 1"),
         (lambda: Shares([5], stages=[{"samples": 6, "weights": [1]}]), "leave out its samples"),
-        (lambda: UcbShares([1], tau=0), "tau must be > 0"),
         (lambda: TasksetScheduler([Table(1)], 1, operators=[{"nam": ""}]), "name and maybe args"),
     ],
 )

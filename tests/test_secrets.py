@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_nb.config import override
-from grpo_nb.files import HIDDEN, hide_secrets, refuse_hidden
+from grpo_nb.files import HIDDEN, _refuse_hidden, hide_secrets
 from grpo_nb.lab.budgets import Steps
 from grpo_nb.lab.compare import FailedRun, compare
 from grpo_nb.lab.recipe import load_config
@@ -90,12 +90,12 @@ def test_secrets_are_hidden_where_a_text_quotes_them(name):
             assert secret not in json.dumps(shown)
         assert HIDDEN in json.dumps(shown)
         with pytest.raises(ValueError, match="hidden, as secrets are not stored"):
-            refuse_hidden(shown)
+            _refuse_hidden(shown)
 
 
 def test_what_is_no_secret_stays():
     assert hide_secrets(OPEN) == OPEN
-    refuse_hidden(OPEN)
+    _refuse_hidden(OPEN)
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from resumed import check_resume, differences
 from vllm_server import FakeVLLM, always, broken, once, slow, tiny
 
 from grpo_nb.core import seeded
 from grpo_nb.integrations.vllm import VLLM, ServerLost, weights_label
 from grpo_nb.lab.recipe import load_config
-from grpo_nb.lab.session import check_resume
 from grpo_nb.policies.tokens import TokenPolicy, _open_engine
 from grpo_nb.tasks import Task, Taskset, data_path
 from grpo_nb.trainer import GRPO
@@ -442,7 +442,7 @@ def test_a_server_lost_in_a_run_loses_nothing(server, tmp_path):
         trainer.fit(2)
     server.troubles = []
     trainer.fit(2)
-    assert trainer.differences(want) == []
+    assert differences(trainer, want) == []
 
 
 def ahead(url, folder=None, staleness=1, patience=60, **more):
@@ -499,7 +499,7 @@ def test_read_ahead_is_the_batch_that_the_step_would_draw(server, case):
         assert torch.equal(a.old_logp_NS, b.old_logp_NS)
     assert repr(trainer.stream.state_dict()) == repr(plain.stream.state_dict())
     assert torch.equal(*(t.generators["sampling"].get_state() for t in (trainer, plain)))
-    assert trainer.differences(plain) == []
+    assert differences(trainer, plain) == []
 
 
 def test_every_batch_but_the_first_is_exactly_one_update_old(server):

@@ -5,25 +5,25 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from grpo_nb.lab.what_if import read_samples, what_if
+from grpo_nb.lab.what_if import _read_samples, what_if
 
 RECORDED = Path(__file__).parent / "recorded"
 
 
 def test_trl_advantages_are_found_again_from_its_rewards():
-    seen = what_if(RECORDED / "trl", "grpo")
+    seen = what_if(RECORDED / "trl", ["grpo"])
     assert seen.components == ["right", "short"] and seen.samples["short"].isna().any()
     np.testing.assert_allclose(seen.samples["grpo"], seen.samples["stored"], atol=1e-6)
 
 
 def test_a_rollout_that_trl_trains_twice_counts_once():
-    frame = read_samples(RECORDED / "trl")
+    frame = _read_samples(RECORDED / "trl")
     assert frame["step"].unique().tolist() == [1, 3, 5, 6]  # 6 holds the samples of an evaluation
     assert frame.groupby("group").size().tolist() == [8] * 16
 
 
 def test_groups_of_verl_are_neighbours_with_equal_prompts():
-    frame = read_samples(RECORDED / "verl")
+    frame = _read_samples(RECORDED / "verl")
     assert frame.attrs["components"] == ["acc", "length"]
     assert set(frame.groupby("group").size()) == {4}
     assert (frame.groupby("group")["prompt"].nunique() == 1).all()

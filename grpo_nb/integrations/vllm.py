@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from .. import ahead  # noqa: F401 (trainers learn to read ahead)
 from ..config import Positive, build_config, config_tree, configuration
-from ..files import hide_secrets, to_disk
+from ..files import hide_secrets, _to_disk
 from ..policies.loading import merge_lora
 from ..processes import place, say
 
@@ -282,7 +282,7 @@ def give_weights(
     try:
         _write_weights(policy, writing)
         for path in (*writing.iterdir(), writing):
-            to_disk(path)
+            _to_disk(path)
         writing.rename(folder)
         self._reload(folder, label)
     finally:

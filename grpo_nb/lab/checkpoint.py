@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from ..config import check_number
-from ..files import free_path, pack, sha256, to_disk, unpack
+from ..files import free_path, pack, sha256, _to_disk, unpack
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #493abb4f
 MANIFEST = "manifest.json"
@@ -45,9 +45,9 @@ def _seal(folder: Path, target: Path, about: Mapping[str, Any]) -> Path:
     sealed = hashlib.sha256(text.encode()).hexdigest()
     manifest.write_text(f'{text}{_CHECKSUM}{sealed}"\n}}')
     for path in (*paths, manifest, folder):
-        to_disk(path)
+        _to_disk(path)
     os.rename(folder, target)
-    to_disk(target.parent)
+    _to_disk(target.parent)
     return target
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #cd2e32b4

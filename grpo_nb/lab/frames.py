@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from ..config import one_of
 from ..files import finite, plain
 
 # %% ../../nbs/lab/00_frames.ipynb #82b0487c
@@ -50,11 +49,8 @@ def flat_keys(
     return out
 
 # %% ../../nbs/lab/00_frames.ipynb #f5f3986b
-def _metric_row(
-    step: int,  # training step
-    metrics: Mapping[str, Any],  # name -> number, short vector, or a nested mapping
-) -> dict[str, Any]:
-    "One flat row: `step` first, nested names joined by `/`."
+def _metric_row(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    "One flat row of numbers and short vectors: `step` first, nested names joined by `/`."
     if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
         raise ValueError(f"A step is an integer from 0 upwards, got {step!r}.")
     if metrics.get("step", step) != step:
@@ -97,11 +93,8 @@ def _sample_rows(
     ]
 
 # %% ../../nbs/lab/00_frames.ipynb #6c266a6e
-def _whole_groups(
-    groups: Sequence,  # group of each sample
-    most: int,  # samples
-) -> list[int]:  # positions
-    "At most so many samples: siblings stay together, unless the first group is larger."
+def _whole_groups(groups: Sequence, most: int) -> list[int]:
+    "Places of at most so many samples: siblings stay together, unless the first group is larger."
     members, keep = {}, []
     for i, group in enumerate(groups):
         members.setdefault(group, []).append(i)
@@ -120,25 +113,6 @@ def _sample_row(row: Mapping) -> dict:
         out[key] = value if isinstance(value, str) else _plain_number(value, key)
     return out
 
-# %% ../../nbs/lab/00_frames.ipynb #c625927e
-def _sample_view(
-    frame,  # DataFrame of samples
-    view: str | None = None,  # best, worst, group (where `by` spreads most); None = all
-    n: int = 5,  # samples shown (all members for "group")
-    by: str = "advantage",  # column to order by
-):  # DataFrame
-    "A few samples worth reading."
-    if view is None:
-        return frame
-    one_of("view", view, ("best", "worst", "group"))
-    one_of("column of the samples", by, frame)
-    if view == "group":
-        keys = [k for k in ("step", "group") if k in frame]
-        spread = frame.groupby(keys)[by].transform(np.ptp)
-        frame = frame[(frame[keys] == frame.loc[spread.fillna(-1).idxmax(), keys]).all(axis=1)]
-    order = frame.sort_values(by, ascending=view == "worst", kind="stable")
-    return order if view == "group" else order.dropna(subset=by)[:n]
-
 # %% ../../nbs/lab/00_frames.ipynb #d0509b51
 def _numeric(values):
     "A column of metrics as numbers: one column, or one per entry of a vector; text stays as it is."
@@ -153,10 +127,7 @@ def _numeric(values):
         return values
 
 # %% ../../nbs/lab/00_frames.ipynb #26e2c9f4
-def _rows_to_frame(
-    rows: Sequence[Mapping],  # flat rows with a "step"
-    **attrs,  # stored in frame.attrs
-):  # DataFrame
+def _rows_to_frame(rows: Sequence[Mapping], **attrs):  # DataFrame with these attrs
     "One numeric column per metric, one row per step."
     import pandas as pd
 

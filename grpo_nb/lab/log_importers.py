@@ -70,7 +70,7 @@ def _printed_by_trl(text: str) -> list[dict]:
 # %% ../../nbs/lab/02_log_importers.ipynb #406b01aa
 def read_trl(
     path: str
-    | Path,  # trainer_state.json, a folder with it or with checkpoint-* folders, or what was printed
+    | Path,  # trainer_state.json, a folder with it or its checkpoints, or what was printed
 ):  # DataFrame; attrs: totals
     "The log of a TRL or Hugging Face Trainer run."
     path = _trainer_state(Path(path)) if Path(path).is_dir() else Path(path)

@@ -38,10 +38,10 @@ from grpo_nb.config import (
     one_of,
     override,
 )
-from ..ahead import check_ahead
+from ..ahead import _check_ahead
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
-from ..files import hide_secrets, leaves, plain, refuse_hidden, writable
+from ..files import hide_secrets, leaves, plain, _refuse_hidden, writable
 from .checkpoint import MANIFEST, _check_seal, latest, read_state, versions
 from .frames import flat_keys
 from .record import _is_run
@@ -55,11 +55,12 @@ from grpo_nb.lab.session import (
     _task_facts,
     _tasksets_of,
 )
-from ..processes import check_same, join_processes, of_first, place
+from ..processes import _check_same, join_processes, of_first, place
 from ..rewards import REWARDS
 from ..scheduler import TasksetScheduler, make_stream, open_entry
-from ..tasks import Task, Taskset, data_path
-from ..trainer import GRPO, RunnerConfig, StreamConfig, TrainerConfig, check_callbacks
+from ..tasks import Task, data_path
+from ..trainer import GRPO, RunnerConfig, StreamConfig, TrainerConfig
+from ..trainer import _open_eval_tasks, check_callbacks
 
 # %% ../../nbs/lab/03_recipe.ipynb #0b92ada3
 @configuration
@@ -158,13 +159,6 @@ def _use_threads(trainer: GRPO) -> None:
 GRPO.accompany(_use_threads)
 
 # %% ../../nbs/lab/03_recipe.ipynb #b23dcab4
-def _locate(
-    name: str,  # a path, or "data:NAME" for something in data/
-) -> str:
-    "Where a file of a recipe is."
-    return str(data_path(name[5:])) if name.startswith("data:") else name
-
-
 def load_config(
     recipe: str | Path | None = None,  # YAML file; None: the defaults
     overrides: Sequence[str] | Mapping = (),  # ["key.sub=value"], or {"key.sub": value}
@@ -199,7 +193,8 @@ def read_tree(
             raise ValueError(f"Overrides are a list of key.sub=value, got {o!r} in {overrides!r}.")
     named = isinstance(recipe, (str, Path))  # else a stream, which holds what was read
     try:
-        source = _locate(str(recipe)) if named else recipe
+        shipped = named and str(recipe).startswith("data:")
+        source = data_path(str(recipe)[5:]) if shipped else recipe
         tree = OmegaConf.create() if recipe is None else OmegaConf.load(source)
         if not OmegaConf.is_dict(tree):
             raise ValueError(f"{recipe} must be a mapping of keys to values, not a list.")
@@ -237,9 +232,7 @@ def _with_verl_block(tree: dict) -> dict:
 
 # %% ../../nbs/lab/03_recipe.ipynb #b0f12176
 @contextlib.contextmanager
-def _at_key(
-    key: str,  # of the configuration
-):
+def _at_key(key: str):
     "Name the part of the configuration that a mistake comes from."
     try:
         yield
@@ -298,7 +291,7 @@ def open_stream(
         )
     if t.tasksets is None:
         with _at_key("tasks"):
-            return make_stream(_locate(t.train), t, config.train_batch_size, config.seed)
+            return make_stream(t.train, t, config.train_batch_size, config.seed)
     entries = [_complete_entry(e, config) for e in t.tasksets]
     names = [e["name"] for e in entries]
     selectors = [e.pop("selector") for e in entries]
@@ -316,14 +309,11 @@ def open_stream(
         )
 
 # %% ../../nbs/lab/03_recipe.ipynb #32cc8581
-def _complete_entry(
-    entry: Mapping,  # {name, path, selector, ...}
-    config: GRPOConfig,
-) -> dict:
-    "A taskset entry with its file found; its selector draws from the seed of the run unless it has its own."
+def _complete_entry(entry: Mapping, config: GRPOConfig) -> dict:
+    "A taskset entry with its name and its selector, which draws from the seed of the run unless it has its own."
     if not isinstance(entry, Mapping) or not isinstance(entry.get("path"), (str, Path)):
         raise ValueError(f"An entry of tasks.tasksets needs a path, got {entry!r}.")
-    entry = {"name": Path(entry["path"]).stem} | dict(entry) | {"path": _locate(entry["path"])}
+    entry = {"name": Path(entry["path"]).stem} | dict(entry)
     entry.setdefault("prompt", config.tasks.prompt)
     order = "shuffle" if config.tasks.shuffle else "sequential"
     selector = entry.get("selector") or config.tasks.selector or order
@@ -333,17 +323,6 @@ def _complete_entry(
     several = len(config.tasks.tasksets or ()) > 1  # equal seeds would shuffle equal sizes alike
     seed = seed_of(config.seed, "selector", entry["name"]) if several else config.seed
     return entry | {"selector": {"seed": seed} | selector}
-
-# %% ../../nbs/lab/03_recipe.ipynb #dc2145be
-def _open_eval(
-    tasks: TasksConfig,
-):  # a Taskset, {name: Taskset}, or None
-    "The held-out tasks of a configuration."
-    if not tasks.eval:
-        return None
-    named = tasks.eval if isinstance(tasks.eval, Mapping) else {"": tasks.eval}
-    found = {k: Taskset.load(_locate(v), prompt=tasks.prompt) for k, v in named.items()}
-    return found if isinstance(tasks.eval, Mapping) else found[""]
 
 # %% ../../nbs/lab/03_recipe.ipynb #1096c03f
 @patch(cls_method=True)
@@ -364,13 +343,13 @@ def from_config(
         writable("run.dir", config.run.dir or ".", make=False)
     parts = {"policy": policy, "tasks": tasks, "rewards": rewards, "eval_tasks": eval_tasks}
     names = {"policy": "policy.", "tasks": "tasks.", "rewards": "rewards.functions."}
-    refuse_hidden(config_tree(config), tuple(names[k] for k in names if parts[k] is not None))
+    _refuse_hidden(config_tree(config), tuple(names[k] for k in names if parts[k] is not None))
     _ask_for_passed(config_tree(config), [k for k in parts if parts[k] is not None])
     openers = {
         "policy": lambda: open_policy(config.policy),
         "rewards": lambda: open_rewards(config.rewards),
         "tasks": lambda: open_stream(config),
-        "eval_tasks": lambda: _open_eval(config.tasks),
+        "eval_tasks": lambda: _open_eval_tasks(config.tasks.eval or None, config),
     }
     if config.application is not None:
         name = one_of("application", config.application, ("motion", "movielens"))
@@ -381,7 +360,7 @@ def from_config(
         opened.remove("eval_tasks")  # the default is made for other tasks
     parts |= {k: openers[k]() for k in opened if k != "policy"}
     _check_processes(config, parts["tasks"])  # before a model is loaded
-    check_ahead(config, None, config.policy.engine)
+    _check_ahead(config, None, config.policy.engine)
     if "policy" in opened:
         parts["policy"] = openers["policy"]()
     return cls(**parts | {"config": config, "opened": opened, **kwargs})
@@ -397,7 +376,7 @@ def _check_processes(config: TrainerConfig, tasks: Any) -> None:
             f"train_batch_size={config.train_batch_size} tasks are too few for {size} processes: give each at least one."
         )
     same = flat_keys(hide_secrets(plain(config_tree(config)))) | {"versions": versions()}
-    check_same(same | {"the data": [_task_facts(t) for t in _tasksets_of(tasks)]})
+    _check_same(same | {"the data": [_task_facts(t) for t in _tasksets_of(tasks)]})
 
 
 GRPO.accompany(lambda trainer: _check_processes(trainer.config, trainer.stream))
@@ -530,10 +509,8 @@ def _refuse_late_keys(trainer: GRPO) -> SimpleNamespace:
 GRPO.accompany(_refuse_late_keys, first=True)
 
 # %% ../../nbs/lab/03_recipe.ipynb #eca4d734
-def _read_checkpoint(
-    path: str | Path,  # a checkpoint, a folder of checkpoints, or a run directory
-) -> tuple[Path, dict]:
-    "The newest whole checkpoint there, and its state."
+def _read_checkpoint(path: str | Path) -> tuple[Path, dict]:
+    "The newest whole checkpoint there, and its state; see `load`."
     root = Path(path)
     inside = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     folder = root if (root / MANIFEST).exists() else latest(inside)
@@ -552,10 +529,8 @@ def _read_checkpoint(
 def load(
     cls: GRPO,
     path: str | Path,  # a checkpoint, a folder of checkpoints, or a run directory
-    overrides: Sequence[str]
-    | Mapping[str, Any] = (),  # ["steps=500"], or {"steps": 500}; functions only so
-    policy: Policy
-    | None = None,  # default: as the stored configuration names it; also the next ones
+    overrides: Sequence[str] | Mapping = (),  # ["steps=500"], or {"steps": 500}; functions only so
+    policy: Policy | None = None,  # default: as the stored configuration says; also the next ones
     tasks=None,
     rewards=None,
     eval_tasks=None,

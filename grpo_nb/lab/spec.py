@@ -24,10 +24,11 @@ from ..config import Count, build_config, configuration, override
 from ..files import hide_secrets, leaves, plain
 from .budgets import _to_budget
 from .frames import flat_keys
-from .recipe import GRPOConfig, load_config, _open_eval
+from .recipe import GRPOConfig, load_config
 from .runs import REWARD_KEYS, Job, _base_changes, _make_options, registered, _run_config
 from .session import functions_in
 from .study import MEAN
+from ..trainer import _open_eval_tasks
 
 # %% ../../nbs/lab/07_spec.ipynb #57d486d0
 _SAME_FOR_ALL = tuple("seed threads steps max_seconds run eval tasks.eval tasks.prompt".split())
@@ -144,7 +145,8 @@ def _check_tasks(self: Spec) -> None:
         named["tune_tasks"] = {"tasks.eval": self.tune_tasks}
     for name, keys in named.items() if self.make is None else ():
         try:
-            found = _open_eval(override(self.base, keys).tasks)
+            base = override(self.base, keys)
+            found = _open_eval_tasks(base.tasks.eval or None, base)
         except (ValueError, OSError) as e:
             raise ValueError(f"{name} cannot be read: {e}") from None
         if found is None and self.evaluate is None:

@@ -158,7 +158,7 @@ def record():
         assert (
             found.frame()["loss"].tolist() == logged["loss"] and found.status["state"] == "finished"
         )
-        samples = found.samples(step=3)
+        samples = found.samples().query("step == 3")
         assert {"prompt", "completion", "rewards/right", "advantage"} <= set(samples), list(samples)
 
 
