@@ -29,7 +29,7 @@ from grpo_nb.config import (
     Natural,
     Positive,
     build_config,
-    check_options,
+    _check_options,
     config_tree,
     configuration,
     describe,
@@ -336,7 +336,7 @@ def from_config(
     **kwargs,  # reference, callbacks
 ) -> GRPO:
     "Model, tasks and rewards as the configuration names them."
-    check_options(cls, kwargs)
+    _check_options(cls, kwargs)
     check_callbacks(kwargs.get("callbacks", ()))
     config = config if isinstance(config, GRPOConfig) else override(GRPOConfig(), config)
     if "run.dir" in given_keys(config):

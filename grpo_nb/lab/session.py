@@ -106,7 +106,7 @@ class _Session:
 
     def __init__(self, trainer: GRPO):
         trainer.session = self
-        self.trainer = trainer
+        self.trainer, self.home = trainer, Path.cwd()  # a relative run.dir is one of this folder
         self.run = None  # the record, open for writing
         self.resumed_run = None  # run directory that a loaded checkpoint belongs to
         self.closed = False  # the record
@@ -130,6 +130,13 @@ class _Session:
     @property
     def updating(self) -> bool:
         return self.update_of == self.trainer.step_done
+
+    @property
+    def to_resume(self) -> bool:
+        "Whether the configuration names a run that `fit` is going to load."
+        c = self.setting("run")
+        named = self.run is None and c.if_exists == "resume" and c.dir
+        return bool(named) and self.resumed_run is None and _is_run(self.home / c.dir)
 
     @property
     def _between_batches(self) -> bool:
@@ -171,6 +178,8 @@ def on_fit_end(self: _Session, trainer: GRPO):
     error = isinstance(stop, BaseException)
     if error:  # first, for a launcher may be ending this process
         self.mark("interrupted" if isinstance(stop, KeyboardInterrupt) else "failed")
+    if isinstance(stop, ProcessLost):  # signals go on to wait: the launcher ends this process, too,
+        return  # which has still to say why
     self.around.close()
     self.around = self.bar = None
     if error:
@@ -199,6 +208,16 @@ def on_fit_end(self: _Session, trainer: GRPO):
     self.mark("failed" if bad else "interrupted" if self.interrupted else done)
 
 # %% ../../nbs/lab/02_session.ipynb #575e71d2
+@patch
+def on_evaluate(self: _Session, trainer: GRPO, scores: Any):
+    "Say whose scores these are not."
+    if self.to_resume:
+        warnings.warn(
+            f"These scores are of the weights before the run in {self.setting('run').dir}: fit() or open_run() loads its checkpoint.",
+            stacklevel=4,
+        )
+
+
 @patch
 def on_batch_start(self: _Session, trainer: GRPO):
     "Everything agrees: save if it is time."
@@ -521,7 +540,7 @@ def _open_run(self: _Session) -> Mapping | None:  # the state that was loaded
         self._note_changes()
     if self.run is not None or not folder:
         return None
-    again = self.resumed_run is not None or c.if_exists == "resume" and _is_run(folder)
+    folder, again = self.home / folder, self.resumed_run is not None or self.to_resume
     tree = _described(trainer)
     if again:  # how the record is kept is no part of what is compared
         tree["run"] = Run.open(folder).config.get("run", tree.get("run"))
@@ -531,11 +550,11 @@ def _open_run(self: _Session) -> Mapping | None:  # the state that was loaded
     )  # from here on nobody else writes
     if again and self.resumed_run is None:
         try:
-            state = self._load_newest(Path(folder) / "checkpoints")
+            state = self._load_newest(folder / "checkpoints")
         except BaseException:
             run.close()
             raise
-    if run.dir != Path(folder):
+    if run.dir != folder:
         say(
             f"{folder} holds a run, so this one is {run.dir}; run.if_exists=resume goes on with the other."
         )
@@ -544,6 +563,8 @@ def _open_run(self: _Session) -> Mapping | None:  # the state that was loaded
     if again:
         run.truncate_after(trainer.step_done)
         trainer.history = History(run.dir / "metrics.jsonl")
+        if (n := len(trainer.history)) < trainer.step_done:
+            run.warn("missing_rows", f"its metrics have {n} rows of {trainer.step_done} steps")
     elif not trainer.history:
         trainer.history.file = run.dir / "metrics.jsonl"
     return state

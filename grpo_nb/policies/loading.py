@@ -108,6 +108,10 @@ def _why_not_read(source: str, error: Exception, part: str = "model") -> str:
         about = "its weights are a pickle with code in it, which is not run"
     if "trust_remote_code" in str(error):
         about = "it needs code of its own, which is not run"
+    if any(Path(source, x).exists() for x in ("checkpoints", "manifest.json")):
+        run = f"GRPO.load({str(source)!r}).policy is its trained policy"
+        trained = Path(source, "policy")  # where `grpo-nb train` leaves it
+        return f"{source} is a run, no model: {trained if trained.exists() else run}"
     if Path(source).exists():
         return (
             f"{source} holds no model that transformers can load ({_damaged_file(Path(source)) or f'{part}: {about}'}). A folder needs "
@@ -231,6 +235,20 @@ def _warn_of_unseen(
         what = ", ".join(map(repr, lost[:9]))
         warnings.warn(
             f"The tokenizer has no token for {what}: the model cannot see them.", stacklevel=4
+        )
+    return new
+
+
+def _warn_of_special(tokenizer, rows: list[list[int]], seen: set[str]) -> set[str]:
+    "Padding and the like inside completions are told once."
+    special = {getattr(tokenizer, f"{k}_token_id", None) for k in ("pad", "bos", "unk")}
+    drawn = sorted(special.intersection(i for row in rows for i in row))
+    new = {*tokenizer.convert_ids_to_tokens(drawn)} - seen
+    if new:
+        what = ", ".join(sorted(new))
+        warnings.warn(
+            f"The model writes {what} in completions: rewards see it, where TRL strips it.",
+            stacklevel=4,
         )
     return new
 
@@ -378,7 +396,7 @@ def _untie(model: nn.Module):
 def _check_merged(model: nn.Module, plain: nn.Module):
     device = next(model.parameters()).device
     ids = torch.arange(4, device=device)[None] % model.config.vocab_size
-    want, got = (m.eval()(input_ids=ids).logits for m in (model, plain))
+    want, got = (m.eval()(ids, attention_mask=torch.ones_like(ids)).logits for m in (model, plain))
     off = float((want - got).abs().max() / want.abs().max())
     if not off < (0.05 if want.itemsize < 4 else 1e-3):
         raise ValueError(

@@ -33,6 +33,7 @@ from grpo_nb.policies.loading import (
     _stop_tokens,
     _unwrap_peft,
     upload,
+    _warn_of_special,
     _warn_of_unseen,
     _with_vocabulary,
     _write_adapter,
@@ -443,6 +444,7 @@ def decode(
     "Text of each completion, without padding and without the stop token."
     keep_NS = mask_NS & ~torch.isin(ids_NS, torch.tensor(self.stop, dtype=ids_NS.dtype))
     rows = [[i for i, k in zip(*row) if k] for row in zip(ids_NS.tolist(), keep_NS.tolist())]
+    self._seen |= _warn_of_special(self.tokenizer, rows, self._seen)
     return self.tokenizer.batch_decode(rows, skip_special_tokens=False)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #42cc4880
