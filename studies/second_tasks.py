@@ -52,8 +52,9 @@ def hit_scores(trainer):
 
 
 ALIKE = {"seeds": range(5), "budget": Samples(10_240), "eval_every": Samples(2_560)}
-ALIKE |= {"tune": {"optimizer.lr": [3e-5, 1e-4, 3e-4, 1e-3]}, "tune_seeds": (100, 101)}
-ALIKE |= {"tune_tasks": GOALS, "tune_budget": Samples(5_120), "metric": "left"}
+RATES = [3e-5, 1e-4, 3e-4, 1e-3, 3e-3]
+ALIKE |= {"tune": {"optimizer.lr": RATES}, "tune_seeds": (100, 101), "tune_tasks": GOALS}
+ALIKE |= {"tune_budget": Samples(5_120), "metric": "left"}
 ALIKE |= {"make": hit_trainer, "evaluate": hit_scores}
 
 
@@ -69,6 +70,7 @@ def scales(**how):
     arms = {m.upper(): {"advantage.mode": m} for m in ("gdpo", "grpo")}
     arms |= {f"{k}, 30x": v | {"advantage.scales.straight": 30} for k, v in arms.items()}
     fixed = ALIKE | {"keep": ["reward"], "store": HERE / "second_scales.json"}
+    fixed |= {"tune": {"optimizer.lr": [1e-5, *RATES, 1e-2]}}
     return compare(arms, _base({"left": 1, "straight": 0.1}), **fixed, **{"dir": "runs/second_scales"} | how)  # fmt: skip
 
 
@@ -78,7 +80,6 @@ def filter(**how):
     arms = {"off": {}, "on": {f"filter_groups.{k}": v for k, v in on.items()}}
     keep = ["reward", "frac_reward_zero_std"]
     fixed = ALIKE | {"keep": keep, "store": HERE / "second_filter.json"}
-    fixed |= {"tune": {"optimizer.lr": [3e-5, 1e-4, 3e-4, 1e-3, 3e-3]}}
     base = _base({"left": 1}, tasks=32, samples=8)
     return compare(arms, base, **fixed, **{"dir": "runs/second_filter"} | how)
 
