@@ -18,12 +18,8 @@ from .advantages import grpo
 from .list_parsing import ListParser
 from .losses import Clip, LossConfig, kl_penalty, policy_loss, report
 from .policies.diffusion import DiffusionPolicy, effective_clip
-from grpo_nb.ranking import (
-    SafetyOracle,
-    make_relevance_reward,
-    make_safe_reward,
-    make_safety_reward,
-)
+from .ranking import SafetyOracle, make_relevance_reward, make_safe_reward
+from .ranking import make_safety_reward
 
 # %% ../nbs/07_compat.ipynb #01c90090
 def make_safe_relevance_func(rec_num: int, gt_catalog: Iterable, variant="log_decay", **options):

@@ -92,9 +92,10 @@ def evaluate(
     seed: int = 0,
 ) -> Scores:
     "How many greedy and sampled completions pass; training that goes on later is not touched."
-    samples = EvalConfig(samples=samples, greedy=greedy).samples  # in range, and not nothing
+    samples = check_number("evaluate(samples)", samples, 0, whole=True)
     for i in k:
         check_number("k of pass@k", i, 1, samples, whole=True)
+    EvalConfig(samples=samples, greedy=greedy)  # one of them at least
     parts = _parts(tasks, limit)
     tasks = [t for part in parts.values() for t in part]
     passed = passing_rewards(rewards.components, passed, weights)

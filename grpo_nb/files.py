@@ -210,11 +210,14 @@ class Lock(filelock.FileLock):
 # %% ../nbs/ground/00_files.ipynb #c834142a
 def _holder(path: Path) -> str:
     "Who holds a lock, and what to do about it."
-    who = "another process"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    try:
         said = json.loads(path.read_text())
-        who = f"process {int(said['pid'])} on {said['host']}"
-    return f"{who}: close it there (run.close()), or end it; if it has ended, delete {str(path)!r}."
+        pid, host = int(said["pid"]), str(said["host"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"another process: if that has ended, delete {str(path)!r}."
+    if host == socket.gethostname():
+        return f"process {pid} on this machine: close it there (run.close()), or end it."
+    return f"process {pid} on {host!r}: if that has ended, delete {str(path)!r}."
 
 # %% ../nbs/ground/00_files.ipynb #58889407
 def plain(

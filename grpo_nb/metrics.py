@@ -7,9 +7,11 @@ __all__ = ['COUNTERS', 'Counters', 'peak_memory_mb', 'completion_metrics', 'merg
 
 # %% ../nbs/method/02_metrics.ipynb #b2b97193
 import contextlib
+import json
 import math
 import sys
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -80,9 +82,7 @@ def peak_memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 # %% ../nbs/method/02_metrics.ipynb #664726c3
-def completion_metrics(
-    rollout: Rollout,
-) -> dict[str, float]:
+def completion_metrics(rollout: Rollout) -> dict[str, float]:
     "Lengths, truncation and entropy of the samples."
     length_N = rollout.lengths_N.float()
     found = _mean_min_max("length", length_N)
@@ -124,7 +124,7 @@ def merge_rows(
 
 # %% ../nbs/method/02_metrics.ipynb #d2eb3ea1
 class History(Sequence):
-    "One row per step, however many: of a run with a file the last `window` in memory, older ones there."
+    "One row per step, however many: the last `window` in memory, older ones in the run's file, or compressed."
 
     def __init__(
         self,
@@ -134,28 +134,29 @@ class History(Sequence):
         rows = read_jsonl(file)[0] if file is not None else []
         self.file, self.window = file, window
         self.recent = deque(rows[-window:])
-        self.n_old = len(rows) - len(self.recent)
+        self.n_old, self.packed = len(rows) - len(self.recent), []
 
     def append(self, row: dict) -> None:
         "Add the row of a step."
         self.recent.append(row)
-        if self.file is not None and len(self.recent) > self.window:
-            self.recent.popleft()
+        if len(self.recent) > self.window:
+            old = self.recent.popleft()
             self.n_old += 1
+            if self.file is None:
+                self.packed.append(zlib.compress(json.dumps(old, default=float).encode()))
 
     def __len__(self) -> int:
         return self.n_old + len(self.recent)
 
     def __iter__(self):
-        if self.n_old:
+        if self.file is None:
+            yield from (json.loads(zlib.decompress(x)) for x in self.packed)
+        elif self.n_old:
             yield from read_jsonl(self.file)[0][: self.n_old]
         yield from self.recent
 
     def __getitem__(self, place: int | slice):
-        at = range(len(self))[place]
         if isinstance(place, slice):
-            first = min(at, default=self.n_old)
-            rows, skipped = (self, 0) if first < self.n_old else (self.recent, self.n_old)
-            rows = list(rows)
-            return [rows[i - skipped] for i in at]
+            return list(self)[place]
+        at = range(len(self))[place]
         return self.recent[at - self.n_old] if at >= self.n_old else list(self)[at]

@@ -30,12 +30,8 @@ def _apportion(weights: Sequence[float], places: int) -> np.ndarray:
 
 # %% ../nbs/method/02_shares.ipynb #063b340f
 @lru_cache(maxsize=4)
-def _mixture_order(
-    counts: tuple[int, ...],  # places of each taskset in an epoch
-    epoch: int,  # counted from 0
-    seed: int | None = None,  # of the run; None: the epoch alone decides, as in Trinity-RFT
-) -> np.ndarray:  # (T,) taskset of each place
-    "The shuffled row of tasksets of one epoch."
+def _mixture_order(counts: tuple[int, ...], epoch: int, seed: int | None = None) -> np.ndarray:
+    "The taskset of each of the T places of an epoch, shuffled; without a seed by the epoch alone, as in Trinity-RFT."
     order = np.repeat(np.arange(len(counts), dtype=np.int16), counts)
     rng = np.random.default_rng(epoch if seed is None else seed_of(seed, "mixture", epoch))
     rng.shuffle(order)
@@ -97,13 +93,8 @@ def _counts(sizes: Sequence[int], weights: Sequence[float] | None) -> tuple[int,
 _KINDS = {"size": (), "weights": ("weights",), "stages": ("stages",)}
 
 
-def _make_shares(
-    shares: Any,  # see TasksetScheduler
-    ids: Sequence,  # names of the tasksets
-    sizes: Sequence[int],  # their sizes
-    seed: int | None,  # of the run
-) -> Any:  # an object with ids(start, count)
-    "The shares that a recipe describes."
+def _make_shares(shares: Any, ids: Sequence, sizes: Sequence[int], seed: int | None) -> Any:
+    "The shares that a recipe describes for these tasksets, an object with ids(start, count)."
     if hasattr(shares, "ids"):
         return shares
     if isinstance(shares, str):

@@ -19,27 +19,12 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from grpo_nb.advantages import (
-    _check_keys,
-    AdvantageConfig,
-    compute_advantages,
-    spread_to_tokens,
-    weights_by_name,
-)
+from .advantages import AdvantageConfig, compute_advantages, spread_to_tokens
+from .advantages import weights_by_name, _check_keys
 from .callbacks import EndOfTasks, Paused, check_callbacks, _method_at, _tells_errors
 from .collector import GroupCollector
-from grpo_nb.config import (
-    Count,
-    Natural,
-    NonNegative,
-    Positive,
-    check_number,
-    _check_options,
-    config_tree,
-    configuration,
-    given_keys,
-    override,
-)
+from .config import Count, Natural, NonNegative, Positive, check_number, config_tree
+from .config import configuration, given_keys, override, _check_options
 from .core import Policy, Rollout, in_shares, sample_in_shares, seeded
 from .evaluate import EvalConfig, Scores, _parts
 from .evaluate import evaluate as evaluate_policy
@@ -144,10 +129,7 @@ def _fill_batch(self: GRPO) -> Rollout | None:
 
 # %% ../nbs/method/04_trainer.ipynb #4b0aa301
 @patch
-def _between_batches(
-    self: GRPO,
-    collector: GroupCollector,
-) -> bool:  # True: pause here
+def _between_batches(self: GRPO, collector: GroupCollector) -> bool:  # True: pause here
     "A good moment to save or to stop."
     if collector.status != "open":
         return False
@@ -291,12 +273,8 @@ def _with_kl(self: GRPO, rollout: Rollout) -> tuple[Tensor, Sequence[str], Advan
     return torch.cat([rewards, -kl_N[:, None]], 1), (*rollout.reward_names, "kl"), how
 
 # %% ../nbs/method/04_trainer.ipynb #7babcf89
-def _update_config(
-    config: UpdateConfig,
-    num_epochs: int | None = None,  # instead of the configured ones
-    kl_threshold: float | None = None,  # instead of factor * target of kl_stop
-) -> UpdateConfig:
-    "The configuration of one update."
+def _update_config(config: UpdateConfig, num_epochs: int | None, kl_threshold: float | None):
+    "The configuration of one update, with what `step` was told instead."
     if num_epochs is not None:
         config = dataclasses.replace(config, num_epochs=num_epochs)
     if kl_threshold is not None:
@@ -676,9 +654,7 @@ def parts(self: GRPO) -> dict[str, Any]:
 
 # %% ../nbs/method/04_trainer.ipynb #a68d5b61
 @patch
-def state_dict(
-    self: GRPO,
-) -> dict[str, Any]:  # part -> tree of numbers, tensors and tasks
+def state_dict(self: GRPO) -> dict[str, Any]:  # part -> tree of numbers, tensors and tasks
     "Everything that a bitwise equal continuation needs."
     own = {
         "step": self.step_done,

@@ -44,7 +44,7 @@ def test_trl_trainer_state(tmp_path):
     frame = read_trl(tmp_path)
     assert frame.step.tolist() == [1, 2, 3] and frame.reward.tolist() == [0.25, 0.5, 0.7]
     assert frame.eval_reward.isna().tolist() == [True, False, True]
-    assert frame.attrs["totals"]["train_runtime"] == 9.0 and "train_runtime" not in frame
+    assert "train_runtime" not in frame
     names = "reward dead_groups clip kl_ref sampler entropy length truncation grad_norm loss time"
     assert drawn(frame) >= set(names.split())
     assert read_trl(folder / "trainer_state.json").equals(frame)

@@ -8,11 +8,12 @@ __all__ = ['diagnose']
 # %% ../../nbs/lab/02_diagnosis.ipynb #35bd72b0
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from ..core import Registry
 from .frames import HELD_OUT, KL_OLD, MissingMetric, column, need
 from .record import Run, _frame_of
 
@@ -33,12 +34,7 @@ class _Finding:
     prescription: str = ""  # the one thing to do first; not shown if OK
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #2c03d3a1
-_RULES: dict[str, Callable] = {}
-
-
-def _rule(name: str) -> Callable:
-    "Decorator: a function of a frame becomes a rule."
-    return lambda f: _RULES.setdefault(name, f)
+_RULES = Registry("rule")
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #1e8d4e69
 def _grade(value: float, limits: Sequence[float]) -> str:
@@ -89,7 +85,7 @@ def _trend(values: np.ndarray) -> tuple[float, float]:
     return float(tau), float(p)
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #57d6977e
-@_rule("D1 dead groups")
+@_RULES.register("D1 dead groups")
 def _dead_groups(frame) -> _Finding:
     dead, step = need(frame, "frac_reward_zero_std"), frame["step"].to_numpy()
     _need_steps(dead, _STREAK)
@@ -111,7 +107,7 @@ def _dead_groups(frame) -> _Finding:
     return _Finding(verdict, said, say)
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #533ad7df
-@_rule("D2 sampler mismatch")
+@_RULES.register("D2 sampler mismatch")
 def _sampler_mismatch(frame) -> _Finding:
     diff = column(frame, "upd/first_logp_diff", how="first")
     ratio = column(frame, "upd/ratio_q95", "ratio/q95", how="first")
@@ -135,7 +131,7 @@ def _sampler_mismatch(frame) -> _Finding:
     return _Finding(verdict, "; ".join(said), say)
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #d9ced9f4
-@_rule("D3 clip saturation")
+@_RULES.register("D3 clip saturation")
 def _clip_saturation(frame) -> _Finding:
     low = column(frame, "clip_ratio/low_mean", "upd/clip_low")
     high = column(frame, "clip_ratio/high_mean", "upd/clip_high")
@@ -152,7 +148,7 @@ def _clip_saturation(frame) -> _Finding:
     return _Finding(verdict, said, say)
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #40b83131
-@_rule("D4 KL drift")
+@_RULES.register("D4 KL drift")
 def _kl_drift(frame) -> _Finding:
     need(frame, *KL_OLD, "kl", "upd/kl_ref")
     old, ref = column(frame, *KL_OLD, how="max"), column(frame, "kl", "upd/kl_ref")
@@ -177,7 +173,7 @@ def _kl_drift(frame) -> _Finding:
     return _Finding(verdict, "; ".join(said), say)
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #008200a2
-@_rule("D5 entropy collapse")
+@_RULES.register("D5 entropy collapse")
 def _entropy_collapse(frame) -> _Finding:
     entropy, reward = need(frame, "entropy"), need(frame, "reward")
     known = _need_steps(entropy, _LEAST)
@@ -193,7 +189,7 @@ def _entropy_collapse(frame) -> _Finding:
     return _Finding(verdict, said, say)
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #f9e7069a
-@_rule("D6 length")
+@_RULES.register("D6 length")
 def _length(frame) -> _Finding:
     import pandas as pd
 
@@ -218,7 +214,7 @@ def _length(frame) -> _Finding:
     return _Finding(verdict, "; ".join(said), say)
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #647b8c98
-@_rule("D7 dominant reward")
+@_RULES.register("D7 dominant reward")
 def _dominant_reward(frame) -> _Finding:
     names = [c.split("/")[1] for c in frame if re.fullmatch(r"rewards/.+/mean", c)]
     shares, what = _shares(frame, names)
@@ -264,7 +260,7 @@ def _never(frame, name: str) -> bool:
     return not np.nan_to_num(mean).any() and (std is None or not np.nan_to_num(std).any())
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #0fe00dc7
-@_rule("D8 gradient")
+@_RULES.register("D8 gradient")
 def _gradient(frame) -> _Finding:
     grad, step = need(frame, "grad_norm"), frame["step"].to_numpy()
     reward, done, skipped = (column(frame, k) for k in ("reward", "upd/n_done", "upd/n_skipped"))
@@ -298,7 +294,7 @@ def _gradient(frame) -> _Finding:
     return _Finding(verdict, "; ".join(said), say)
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #e74e2751
-@_rule("D9 reward hacking")
+@_RULES.register("D9 reward hacking")
 def _reward_hacking(frame) -> _Finding:
     reward, held = need(frame, "reward"), need(frame, *HELD_OUT)
     at = np.flatnonzero(np.isfinite(held))[-3:]
@@ -309,7 +305,7 @@ def _reward_hacking(frame) -> _Finding:
     return _Finding(_grade(gap, (0.15, 0.3)), said, say)
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #b6bd3696
-@_rule("D10 no progress")
+@_RULES.register("D10 no progress")
 def _no_progress(frame) -> _Finding:
     reward, dead = need(frame, "reward"), need(frame, "frac_reward_zero_std")
     known = _need_steps(reward, 3 * _LEAST)

@@ -71,7 +71,7 @@ def _printed_by_trl(text: str) -> list[dict]:
 def read_trl(
     path: str
     | Path,  # trainer_state.json, a folder with it or its checkpoints, or what was printed
-):  # DataFrame; attrs: totals
+):  # DataFrame
     "The log of a TRL or Hugging Face Trainer run."
     path = _trainer_state(Path(path)) if Path(path).is_dir() else Path(path)
     try:
@@ -79,10 +79,9 @@ def read_trl(
         history = _printed_by_trl(text) or json.loads(text)["log_history"]
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path.name} is not a trainer state with a 'log_history': {e!r}.") from e
-    totals = {k: v for r in history for k, v in r.items() if _TRL_TOTALS.fullmatch(k)}
-    rows = [{k: v for k, v in r.items() if k not in totals} for r in history]
+    rows = [{k: v for k, v in r.items() if not _TRL_TOTALS.fullmatch(k)} for r in history]
     rows = _import_rows([r for r in rows if r.keys() - {"step", "epoch"}], {})
-    return _rows_to_frame(rows, run=path.parent.name, totals=totals)
+    return _rows_to_frame(rows, run=path.parent.name)
 
 # %% ../../nbs/lab/02_log_importers.ipynb #7096f01f
 _VERL_NAMES = {

@@ -23,21 +23,9 @@ import torch
 from fastcore.basics import patch
 
 from .. import verifiers  # noqa: F401 (their names are in REWARDS)
-from grpo_nb.config import (
-    _with_key,
-    Count,
-    Natural,
-    Positive,
-    build_config,
-    _check_options,
-    config_tree,
-    configuration,
-    describe,
-    given_keys,
-    number_in,
-    one_of,
-    override,
-)
+from ..config import Count, Natural, Positive, build_config, config_tree, configuration
+from ..config import describe, given_keys, number_in, one_of, override, _with_key
+from ..config import _check_options
 from ..ahead import _check_ahead
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
@@ -45,16 +33,8 @@ from ..files import hide_secrets, leaves, plain, _refuse_hidden, writable
 from .checkpoint import MANIFEST, _check_seal, latest, read_state, versions
 from .frames import flat_keys
 from .record import _is_run
-from grpo_nb.lab.session import (
-    CheckpointConfig,
-    RunConfig,
-    _named_config,
-    _described,
-    functions_in,
-    _part_facts,
-    _task_facts,
-    _tasksets_of,
-)
+from .session import CheckpointConfig, RunConfig, functions_in, _named_config
+from .session import _described, _part_facts, _task_facts, _tasksets_of
 from ..processes import _check_same, join_processes, of_first, place
 from ..rewards import REWARDS
 from ..scheduler import TasksetScheduler, make_stream, open_entry
@@ -240,9 +220,7 @@ def _at_key(key: str):
         raise ValueError(f"{key}: {e}") from e
 
 # %% ../../nbs/lab/03_recipe.ipynb #9f1e2181
-def open_policy(
-    config: PolicyConfig | Mapping,
-) -> Policy:
+def open_policy(config: PolicyConfig | Mapping) -> Policy:
     "The language model of a configuration."
     from grpo_nb.policies.loading import ModelNotFound
     from grpo_nb.policies.tokens import TokenPolicy
@@ -256,9 +234,7 @@ def open_policy(
         raise ValueError(f"{key}: {e}") from None
 
 # %% ../../nbs/lab/03_recipe.ipynb #aba31676
-def open_rewards(
-    config: RewardsConfig | Mapping,
-) -> dict[str, Callable]:
+def open_rewards(config: RewardsConfig | Mapping) -> dict[str, Callable]:
     "The named rewards of a configuration."
     functions, config = {}, build_config(RewardsConfig, config)
     for name, options in config.functions.items():
@@ -278,9 +254,7 @@ def open_rewards(
     return functions
 
 # %% ../../nbs/lab/03_recipe.ipynb #3d2d1e45
-def open_stream(
-    config: GRPOConfig,
-):  # a stream
+def open_stream(config: GRPOConfig):  # a stream
     "The training tasks of a configuration, in its order."
     t = config.tasks
     if not t.tasksets and t.shares != "size":

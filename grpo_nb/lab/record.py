@@ -26,16 +26,8 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..config import one_of
-from grpo_nb.files import (
-    Appender,
-    Lock,
-    RunLocked,
-    free_path,
-    hide_secrets,
-    _json_line,
-    plain,
-    read_jsonl,
-)
+from ..files import Appender, Lock, RunLocked, free_path, hide_secrets, plain, read_jsonl
+from ..files import _json_line
 from ..files import secret_texts, writable, write_atomic
 from .frames import flat_keys, _metric_row, _rows_to_frame, _sample_rows
 

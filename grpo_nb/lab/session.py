@@ -26,15 +26,8 @@ from torch import Tensor
 from ..config import Count, Natural, NonNegative, _with_key, config_tree, configuration
 from ..core import Rollout
 from ..files import hide_secrets, leaves, plain
-from grpo_nb.lab.checkpoint import (
-    CheckpointError,
-    _check_seal,
-    latest,
-    prune,
-    read_state,
-    sweep,
-    _write_checkpoint,
-)
+from .checkpoint import CheckpointError, latest, prune, read_state, sweep, _check_seal
+from .checkpoint import _write_checkpoint
 from .progress import Progress
 from .record import _TensorBoard, Run, _is_run
 from ..metrics import History
@@ -398,10 +391,8 @@ def _function_name(function: Any) -> str:
     return plain(function)
 
 # %% ../../nbs/lab/02_session.ipynb #bf326cfe
-def functions_in(
-    config,  # a configuration, or a part of it
-) -> dict[str, str]:  # full key: name of the function
-    "The functions of a configuration: a checkpoint keeps their names, never their code."
+def functions_in(config: Any) -> dict[str, str]:  # full key: name of the function
+    "The functions of a configuration, or of a part of it: a checkpoint keeps their names, never their code."
     return {key: _function_name(value) for key, value in leaves(config) if callable(value)}
 
 

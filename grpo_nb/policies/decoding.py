@@ -302,11 +302,8 @@ def shares_cache(self: Network) -> bool:
     return self.found["shares"]
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #3db0eea7
-def _left_padded(
-    ids_PL: Tensor,  # (P, L) padded on the right
-    length_P: Tensor,  # (P,) real tokens
-) -> tuple[Tensor, Tensor, Tensor]:  # ids, attention mask, positions, each (P, longest)
-    "Move the padding to the left; positions count real tokens only."
+def _left_padded(ids_PL: Tensor, length_P: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    "Padding moved from right to left: ids, attention mask and positions (of real tokens), each (P, longest)."
     width = int(length_P.max())
     at = torch.arange(width, device=ids_PL.device) - (width - length_P[:, None])
     return ids_PL.gather(1, at.clamp(min=0)), (at >= 0).long(), at.clamp(min=0)

@@ -55,10 +55,8 @@ def load_model(
     return model.to(device), tokenizer
 
 # %% ../../nbs/method/02_policies.loading.ipynb #e8589692
-def _find_device(
-    name: str | torch.device,  # "cpu", "cuda", "cuda:1", "mps"; "auto": the best of this machine
-) -> torch.device:
-    "The device of this name; a ValueError if this machine does not have it."
+def _find_device(name: str | torch.device) -> torch.device:
+    "The device of this name, of `auto` the best of this machine; a ValueError if this machine does not have it."
     if name == "auto":
         name = "mps" if torch.backends.mps.is_available() else "cpu"
         if torch.cuda.is_available():  # each process of a launcher has its own
@@ -137,9 +135,7 @@ def _damaged_file(folder: Path) -> str:
     return ""
 
 # %% ../../nbs/method/02_policies.loading.ipynb #371a0c48
-def _asked_autocast(
-    autocast: str | None,  # as the policy has it
-) -> str | None:  # "bfloat16", or None: as the weights are
+def _asked_autocast(autocast: str | None) -> str | None:  # "bfloat16", or None: as the weights are
     "What to compute in: as told, or as the mixed precision of `accelerate launch` asks for."
     if autocast not in (None, "bfloat16"):
         raise ValueError(f"autocast must be None or 'bfloat16', got {autocast!r}.")

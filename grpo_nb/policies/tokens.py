@@ -23,21 +23,10 @@ from torch import Tensor, nn
 from ..config import check_number, _check_options, one_of
 from ..core import Groups, Rollout, check_finite, pad_to, seeded
 from .decoding import FLOOR, Network, draw, head_logp, _left_padded, shape_logits
-from grpo_nb.policies.loading import (
-    add_lora,
-    _asked_autocast,
-    _has_adapters,
-    load_model,
-    _load_tokenizer,
-    merge_lora,
-    _stop_tokens,
-    _unwrap_peft,
-    upload,
-    _warn_of_special,
-    _warn_of_unseen,
-    _with_vocabulary,
-    _write_adapter,
-)
+from .loading import add_lora, load_model, merge_lora, upload, _asked_autocast
+from .loading import _has_adapters, _load_tokenizer, _stop_tokens, _unwrap_peft
+from .loading import _warn_of_special, _warn_of_unseen, _with_vocabulary
+from .loading import _write_adapter
 from ..processes import place, whole
 from ..tasks import Task, check_prompt
 from ..update import RatioMismatch, micro_batches
