@@ -111,11 +111,8 @@ def grouped_rewards(
     missing: str = "excluded",  # masked cells in group statistics: "excluded" or "zero_in_stats"
     singleton: str = "zero",  # a group with one valid sample: "zero", or "raw" (its reward, as verl)
     dtype: torch.dtype = torch.float32,  # of the result; float64 to compare with other implementations
-    **unknown,  # refused
 ) -> GroupedRewards:
     "Check rewards, groups, weights and masks."
-    for option in unknown:
-        raise _no_option(option, ("mask_NK", "missing", "singleton", "dtype"))
     one_of("missing", missing, ("excluded", "zero_in_stats"))
     one_of("singleton", singleton, ("zero", "raw"))
     x, flat = _rewards_NRK(rewards)
@@ -156,11 +153,6 @@ def _rewards_NRK(rewards) -> tuple[Tensor, bool]:
             "finite, and the squares of numbers beyond 1e100 overflow."
         )
     return x, flat
-
-
-def _no_option(name: str, known: Sequence[str]) -> ValueError:
-    "The error for an option that an estimator does not have."
-    return ValueError(f"No such option of this estimator. {unknown_name('option', name, known)}")
 
 
 def _weight_list(weights: Sequence[float] | None, r: int) -> list[float]:
@@ -656,7 +648,8 @@ def _check_keys(c: AdvantageConfig, names: Sequence[str]) -> None:
     "Refuse an option that the estimator does not have, and scales and gates of unknown rewards."
     takes = list(inspect.signature(ADVANTAGES.resolve(c.mode)[1]).parameters)[2:]
     for k in set(c.options) - set(takes):
-        raise _no_option(k, [k for k in takes if k not in ("weights", "batch", "lengths_N")])
+        known = [k for k in takes if k not in ("weights", "batch", "lengths_N")]
+        raise ValueError(unknown_name("option of the estimator", k, known))
     for k in [*c.scales, *(k for g in c.gates for k in (g.component, g.on))]:
         if k not in names:
             raise ValueError(f"In scales or gates: {unknown_name('reward', k, names)}")

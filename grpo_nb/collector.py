@@ -213,7 +213,6 @@ _CAUSES = {  # reason: what to do about it
     "single": "one valid sample per group: raise num_generations to at least 2",
     "invalid": "no valid metric value: the reward function gives None or NaN",
     "cancelled": "the rule drops them although their rewards vary: components that cancel (change their weights), or a rule of your own",
-    "band": "the group means lie outside the band: widen it",
     "narrow": "the spread is below min_spread: lower it",
     "constant": "the metric is the same for all samples of a group but neither right nor wrong: "
     "does the reward function see the completion?",

@@ -413,14 +413,10 @@ class Rollout:
 # %% ../nbs/method/00_core.ipynb #d34d1089
 def index_of(index, n: int) -> Tensor:
     "Any index of n samples (int, slice, list, array, boolean mask) as integer positions."
-    index = torch.arange(n)[index] if isinstance(index, slice) else torch.as_tensor(index)
-    if index.dtype == torch.bool:
-        if index.shape != (n,):
-            raise ValueError(f"A boolean index needs shape ({n},), got {tuple(index.shape)}.")
-        return index.nonzero()[:, 0]
-    if index.numel() and (index.is_floating_point() or index.min() < -n or index.max() >= n):
-        raise IndexError(f"Index out of range for {n} samples.")
-    return index.long().reshape(-1) % max(n, 1)
+    index = index if isinstance(index, slice) else torch.as_tensor(index).cpu()
+    if torch.is_tensor(index) and (index.dtype == torch.uint8 or not index.numel()):
+        index = index.long()
+    return torch.arange(n)[index].reshape(-1)
 
 # %% ../nbs/method/00_core.ipynb #350c6155
 def _take(column, index: Tensor):
@@ -531,18 +527,20 @@ def rollout_from_state(
 # %% ../nbs/method/00_core.ipynb #8e9795fb
 def minibatches(
     rollout: Rollout,  # what to split
-    size: int,  # samples per minibatch, or groups if whole_groups
+    size: int | None,  # samples per minibatch; None: all
     generator: torch.Generator | None = None,  # None keeps the order
-    whole_groups: bool = False,  # never split siblings
+    whole_groups: bool = False,  # never split siblings: as many groups as make about `size` samples
 ) -> list[Tensor]:  # positions of each minibatch; the last may be smaller
     "Split the positions 0..N-1 into minibatches."
     n = len(rollout)
+    size = size or n
     if not whole_groups:
         order = torch.arange(n) if generator is None else torch.randperm(n, generator=generator)
         return list(order.split(size))
     groups = Groups.of(rollout.group_N.cpu())
     members = torch.argsort(groups.index_N, stable=True).split(groups.size_P.tolist())
     p = len(members)
+    size = max(1, round(size / (n / p)))
     order = range(p) if generator is None else torch.randperm(p, generator=generator).tolist()
     members = [members[i] for i in order]
     return [torch.cat(members[i : i + size]) for i in range(0, p, size)]
@@ -550,7 +548,7 @@ def minibatches(
 # %% ../nbs/method/00_core.ipynb #54d3de45
 @runtime_checkable
 class Policy(Protocol):
-    "What the trainer needs of a policy; one may also offer `kl(rollout, other)`, exact per step (N, S), and `draws`."
+    "What the trainer needs of a policy; one may also offer `kl_old(rollout)`, its exact KL to the policy that sampled, and `draws`."
 
     def sample(self, tasks: list, num_generations: int, generator: torch.Generator) -> Rollout:
         "Draw G samples of each of P tasks without gradients, from this generator alone; the same task twice is two groups."

@@ -91,9 +91,6 @@ class EstimatorConfig:
     interpolation_range: tuple[float, float] | None = (-1.0, 2.0)  # its limits; None: unlimited
 
 # %% ../nbs/method/01_difficulty.ipynb #57c16802
-_COUNTERS = ("updates", "ignored_nan", "skipped_interpolation", "clamped_interpolation")
-
-
 class PassRateEstimator:
     "A Beta posterior of every task's pass rate."
 
@@ -116,7 +113,6 @@ class PassRateEstimator:
         self.num_tasks, self.weaker, self.stronger = num_tasks, weaker, stronger
         self.solved_N, self.unsolved_N = np.zeros(num_tasks), np.zeros(num_tasks)
         self.interpolation = None  # nothing known yet
-        self.count = dict.fromkeys(_COUNTERS, 0)
 
 # %% ../nbs/method/01_difficulty.ipynb #7e2adf62
 def _check_rates(column: np.ndarray) -> None:
@@ -157,13 +153,11 @@ def update(
 ) -> None:
     "Learn from one batch."
     c = self.config
-    self.count["ignored_nan"] += int(np.isnan(np.asarray(values, np.float64)).sum())
     tasks, rate, n = _pool_feedback(
         self.num_tasks, indices, values, c.m if counts is None else counts
     )
     if not len(tasks):
         return
-    self.count["updates"] += 1
     solved = unsolved = 0.0
     if self.weaker is not None:
         guess = _interpolate(self.weaker, self.stronger, self._follow(tasks, rate))
@@ -180,16 +174,13 @@ def _follow(self: PassRateEstimator, tasks: np.ndarray, rate: np.ndarray) -> flo
     c = self.config
     weaker, stronger = (x[tasks].astype(np.float64) for x in (self.weaker, self.stronger))
     gap = stronger.mean() - weaker.mean()
-    if abs(gap) < 1e-3:
-        self.count["skipped_interpolation"] += 1
-    else:
+    if abs(gap) >= 1e-3:
         new = float((rate.mean() - weaker.mean()) / (gap + 1e-6))
         if self.interpolation is not None:
             keep = c.cap_coef_update_discount
             new = keep * self.interpolation + (1 - keep) * new
         low, high = c.interpolation_range or (-np.inf, np.inf)
         self.interpolation = min(max(new, low), high)
-        self.count["clamped_interpolation"] += self.interpolation != new
     place = 0.5 if self.interpolation is None else self.interpolation  # nothing known: half way
     if c.adaptive_rho and np.abs(_interpolate(weaker, stronger, place) - rate).mean() >= 0.25:
         self.rho *= 0.5
@@ -201,13 +192,12 @@ def state_dict(self: PassRateEstimator) -> dict[str, Any]:
     "Scalars, and two arrays."
     scalars = {k: getattr(self, k) for k in ("interpolation", "rho")}
     arrays = {k: getattr(self, k).copy() for k in ("solved_N", "unsolved_N")}
-    return {**scalars, "count": dict(self.count), **arrays}
+    return scalars | arrays
 
 
 @patch
 def load_state_dict(self: PassRateEstimator, state: Mapping[str, Any]) -> None:
     "Continue from a state, bit for bit."
     self.rho, self.interpolation = float(state["rho"]), state["interpolation"]
-    self.count = {k: int(state["count"][k]) for k in _COUNTERS}
     for name in ("solved_N", "unsolved_N"):
         setattr(self, name, np.array(state[name], np.float64))

@@ -64,7 +64,6 @@ _REASONS = (
     "kept",  # the metric varies
     "single",  # one valid value (kept or not by `singles`)
     "invalid",  # no valid value
-    "band",  # mean outside the band
 )
 
 
@@ -101,9 +100,8 @@ class GroupDecision:
 def keep_groups(
     values: Tensor | np.ndarray | Sequence,  # (N,) or (N, C) metric; NaN or None = does not apply
     group_N: Groups | Tensor | Sequence,  # group of each sample: any ids, any order, uneven sizes
-    singles: str = "keep",  # groups with one valid value: "keep" (verl), "drop" or "error"
+    singles: str = "keep",  # groups with one valid value: "keep" (verl) or "drop"
     min_spread: float = 0.0,  # see `varies`
-    band: tuple[float, float] | None = None,  # also require low < mean < high
     signal_P: Tensor | None = None,  # (P,) a rule's answer; None = `varies`
 ) -> GroupDecision:
     "Keep the groups whose metric varies in at least one column; always whole groups."
@@ -113,30 +111,12 @@ def keep_groups(
     valid_P = stats.count.amax(1)
     differs_P = varies(values_NC, groups, min_spread)
     signal_P = (differs_P if signal_P is None else signal_P) & (valid_P > 1)
-    keep_P = signal_P | _kept_singles(valid_P == 1, singles)
-    outside_P = keep_P & _outside(stats, band)
-    reason_P = _reasons(stats, differs_P, signal_P, outside_P)
-    return GroupDecision(groups, values_NC, stats, signal_P, keep_P & ~outside_P, reason_P)
-
-# %% ../nbs/method/01_filter_groups.ipynb #70810a92
-def _kept_singles(single_P: Tensor, singles: str) -> Tensor:
-    if one_of("singles", singles, ("keep", "drop", "error")) == "error" and single_P.any():
-        raise ValueError(
-            f"{int(single_P.sum())} of {len(single_P)} groups have one valid sample, whose metric cannot vary. "
-            "Sample num_generations >= 2, or choose singles='keep' or 'drop'."
-        )
-    return single_P & (singles == "keep")
-
-
-def _outside(stats: GroupStats, band: tuple[float, float] | None) -> Tensor:
-    if band is None:
-        return torch.zeros_like(stats.mean[:, 0], dtype=torch.bool)
-    if stats.mean.shape[1] != 1:
-        raise ValueError(f"A band on the mean needs one metric, got {stats.mean.shape[1]} columns.")
-    return ~((band[0] < stats.mean[:, 0]) & (stats.mean[:, 0] < band[1]))
+    keep_P = signal_P | (valid_P == 1) & (one_of("singles", singles, ("keep", "drop")) == "keep")
+    reason_P = _reasons(stats, differs_P, signal_P)
+    return GroupDecision(groups, values_NC, stats, signal_P, keep_P, reason_P)
 
 # %% ../nbs/method/01_filter_groups.ipynb #80515078
-def _reasons(stats: GroupStats, differs_P, signal_P, outside_P) -> Tensor:
+def _reasons(stats: GroupStats, differs_P: Tensor, signal_P: Tensor) -> Tensor:
     "Index into the reasons of each group."
     low_C = stats.min.nan_to_num(torch.inf).amin(0)
     high_C = stats.max.nan_to_num(-torch.inf).amax(0)
@@ -151,7 +131,6 @@ def _reasons(stats: GroupStats, differs_P, signal_P, outside_P) -> Tensor:
         "kept": signal_P,
         "single": valid_P == 1,
         "invalid": valid_P == 0,
-        "band": outside_P,
     }
     reason_P = torch.zeros_like(valid_P)
     for name, groups_P in where.items():
@@ -260,9 +239,8 @@ class FilterGroupsConfig:
     max_num_gen_batches: int = 0  # generation batches per step; 0 or less = no limit
     rule: str | Callable | None = None  # in RULES, or a function; None = metric, or all_components
     weights: dict[str, float] | None = None  # of reward components; None = those of the advantage
-    singles: Literal["keep", "drop", "error"] = "keep"  # groups with one valid value
+    singles: Literal["keep", "drop"] = "keep"  # groups with one valid value
     min_spread: NonNegative = 0.0  # largest difference that counts as none; 0 = exact
-    band: tuple[float, float] | None = None  # also require low < mean < high
     action: Literal["refill", "drop", "mask"] = "refill"  # sample again, fewer, or same shape
     gen_batch_size: Natural = 0  # prompts of a full generation batch; 0 = train_batch_size
     sizing: Literal["full", "adaptive"] = "full"  # next batch: full, or what is missing / keep rate
@@ -301,8 +279,6 @@ class FilterGroupsConfig:
 # %% ../nbs/method/01_filter_groups.ipynb #32163f6e
 def _check_filter(c: FilterGroupsConfig):
     RULES.resolve(c.rule or "metric")
-    if c.band is not None and not c.band[0] < c.band[1]:
-        raise ValueError(f"filter_groups.band must be (low, high) with low < high, got {c.band}.")
     if c.rule == "metric" and not c.metrics:
         raise ValueError("filter_groups.rule='metric' needs filter_groups.metric, e.g. 'acc'.")
     if c.metrics and c.rule in ("all_components", "combined", "sum"):
@@ -369,8 +345,7 @@ def decide(
     else:
         look = total_reward if rule == "sum" else _weighted_components
         values = look(rollout, config.weights)
-    options = (config.singles, config.min_spread, config.band)
-    return keep_groups(values, groups, *options, signal_P)
+    return keep_groups(values, groups, config.singles, config.min_spread, signal_P)
 
 # %% ../nbs/method/01_filter_groups.ipynb #73563c7c
 def warn_of_shaping(

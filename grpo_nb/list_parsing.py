@@ -12,7 +12,7 @@ import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -273,11 +273,8 @@ def _token_spans(touched_S, owner: list[int], n: int) -> tuple[np.ndarray, list[
     return item_S, [(o[0], o[-1] + 1) if o else (b, b) for o, b in zip(own, begin)]
 
 # %% ../nbs/method/01_list_parsing.ipynb #8d34614a
-_parse_recent = lru_cache(4096)(_parse_list)
-
-
 class ListParser:
-    "The rules by which answers are parsed; recent answers are remembered."
+    "The rules by which answers are parsed."
 
     def __init__(
         self,
@@ -302,8 +299,7 @@ class ListParser:
         seen: Iterable = (),  # films the user knows
     ) -> ParsedList:
         "The parsed list of one answer."
-        text, seen = _readable(answer), tuple(map(film_key, _as_list(seen)))
-        return _parse_recent(text, self.num_ranks, self.catalogue, seen, self.prose)
+        return _parse_list(_readable(answer), self.num_ranks, self.catalogue, seen, self.prose)
 
 # %% ../nbs/method/01_list_parsing.ipynb #b1054808
 def _readable(answer: Any) -> str | tuple[str | None, ...]:
@@ -333,16 +329,9 @@ def _stack_lists(
     width: int | None = None,  # S; None = the longest list
 ) -> _ParsedLists:
     "Stack parsed lists into arrays that are padded with -1."
-    ranks = {x.num_ranks for x in lists}
-    longest = max(len(x.item_of_token_S) for x in lists)
-    width = longest if width is None else width
-    if len(ranks) > 1 or width < longest:
-        raise ValueError(
-            f"Cannot stack lists for {sorted(ranks)} ranks and up to {longest} tokens into width {width}: "
-            "all need the same num_ranks and width must hold the longest."
-        )
+    width = max(len(x.item_of_token_S) for x in lists) if width is None else width
     item_NS = torch.full((len(lists), width), -1)
-    status_NK = torch.full((len(lists), ranks.pop()), -1)
+    status_NK = torch.full((len(lists), lists[0].num_ranks), -1)
     for i, x in enumerate(lists):
         item_NS[i, : len(x.item_of_token_S)] = torch.from_numpy(x.item_of_token_S)
         for k, item in enumerate(x.ranked):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DECAYS', 'discounts', 'log_decay', 'exp_inf', 'make_relevance_reward', 'SafetyOracle', 'make_safety_reward',
-           'make_safe_reward', 'warn_cancelling_scales', 'check_layouts', 'ranking_metrics']
+           'make_safe_reward', 'check_layouts', 'ranking_metrics']
 
 # %% ../nbs/method/02_ranking.ipynb #6a06fb65
 import math
@@ -13,7 +13,6 @@ from numbers import Real
 
 import numpy as np
 
-from .advantages import warn_cancelled_scales
 from .config import check_number, one_of
 from .core import Registry
 from .list_parsing import STATUSES, ListParser, ParsedList, Titles, _as_list, film_key
@@ -197,7 +196,8 @@ def make_safety_reward(
     safety = _rank_reward("safety", parser, ["avoid"], values, missing, worst)
     # a number without the factor stands beside the others: it does not cancel
     whole = worst in (0, -scale) and (math.isnan(missing) or missing == 0)
-    safety.cancelling_scales = scales if whole and scale else {}
+    named = {f"{k} of reward 'safety'": v for k, v in scales.items()}
+    safety.cancelling_scales = named if whole and scale else {}
     return safety
 
 # %% ../nbs/method/02_ranking.ipynb #cc102826
@@ -223,19 +223,6 @@ def make_safe_reward(
 
     worst = -scale if error is None else error
     return _rank_reward("safe", parser, ["relevant", "avoid"], values, missing, worst, penalties)
-
-# %% ../nbs/method/02_ranking.ipynb #ded6e297
-def warn_cancelling_scales(
-    reward_functions: Mapping[str, Callable],  # by name; their scales in `cancelling_scales`
-    advantage_mode: str,  # name of the estimator
-) -> None:
-    "Warn about reward scales that the normalisation divides out."
-    scales = {
-        f"{scale} of reward {name!r}": value
-        for name, f in reward_functions.items()
-        for scale, value in getattr(f, "cancelling_scales", {}).items()
-    }
-    warn_cancelled_scales(advantage_mode, scales)
 
 # %% ../nbs/method/02_ranking.ipynb #a337e7a0
 def check_layouts(

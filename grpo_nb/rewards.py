@@ -52,13 +52,6 @@ def _plain(value: Any) -> Any:
     gap = type(value).__name__ in ("NAType", "NaTType")
     return None if gap or isinstance(value, numbers.Number) and value != value else value
 
-
-def _is_missing(
-    value: Any,  # what a task column holds, or a reward function returned
-) -> bool:
-    "Nothing is there: None, NaN, NaT, pandas' NA or numpy's masked."
-    return _plain(value) is None
-
 # %% ../nbs/method/01_rewards.ipynb #24deda56
 def _number(value: Any) -> float:
     "A finite or infinite float; what is missing becomes NaN; anything else is refused."
@@ -76,8 +69,8 @@ def _number(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 # %% ../nbs/method/01_rewards.ipynb #8fcc7144
-def _cells(values: Any, n: int) -> list[float | list[float]]:
-    "What a function returned for n completions: a number or a row of numbers for each."
+def _cells(values: Any, n: int) -> list[list[float]]:
+    "What a function returned for n completions: for each a row of K numbers, or of one; NaN = does not apply."
     if not isinstance(values, (list, tuple)) and getattr(values, "ndim", 0) not in (1, 2):
         raise _ContractError(
             f"expected a list of {n} numbers, one per completion, got {_shown(values)}"
@@ -85,20 +78,10 @@ def _cells(values: Any, n: int) -> list[float | list[float]]:
     if len(values) != n:
         raise _ContractError(f"expected {n} values, one per completion, got {len(values)}")
     is_row = lambda v: isinstance(v, (list, tuple)) or getattr(v, "ndim", 0) == 1
-    return [[_number(x) for x in v] if is_row(v) else _number(v) for v in values]
-
-# %% ../nbs/method/01_rewards.ipynb #97379be0
-def _table(columns: Sequence, n: int) -> list[list[list[float]]]:  # (n, R, K); NaN = does not apply
-    "The components of a function side by side; a number counts at each rank."
-    columns = [_cells(values, n) for values in columns]
-    ranks = {len(cell) for cells in columns for cell in cells if isinstance(cell, list)} or {1}
-    if len(ranks) > 1 or ranks == {0}:
-        ranks = sorted(ranks)
-        raise _ContractError(f"expected rows of one number of ranks, at least 1; got {ranks}")
-    (k,) = ranks
-    return [
-        [cell if isinstance(cell, list) else [cell] * k for cell in row] for row in zip(*columns)
-    ]
+    cells = [[_number(x) for x in (v if is_row(v) else [v])] for v in values]
+    if not all(cells):
+        raise _ContractError(f"expected at least 1 number in a row, got {_shown(values)}")
+    return cells
 
 # %% ../nbs/method/01_rewards.ipynb #4f829308
 REWARDS = Registry("reward")
@@ -333,8 +316,6 @@ def _own_copy(value: Any) -> Any:
     "A copy of an argument; what cannot be copied (a lock, a file, a connection) is shared."
     if value is None or type(value) in (str, int, float, types.SimpleNamespace):  # safe to share
         return value
-    if type(value) is list and set(map(type, value)) <= {int}:  # token ids
-        return value.copy()
     try:
         return copy.deepcopy(value)
     except Exception:
@@ -410,7 +391,8 @@ def _call_reward(spec: RewardSpec, args: Mapping[str, list], n: int, logged: dic
         log = _loggers(logged, n)
         given |= {k: log[k] for k in spec.logs}
     parts = _parts(_LOOP.wait(spec.function(**given)), spec.components)
-    return _table([[part] for part in parts] if single else parts, n)
+    columns = [_cells([part] if single else part, n) for part in parts]
+    return [list(row) for row in zip(*columns)]
 
 # %% ../nbs/method/01_rewards.ipynb #e7751308
 class RewardError(ValueError):

@@ -66,9 +66,8 @@ class PassRateCalculator:
     def __init__(
         self,
         reward: str | Sequence[str] | None = None,  # instead of eval.passed, see reward_per_sample
-        weights: Mapping[str, float] | None = None,  # of rewards: the largest decides
     ):
-        self.reward = max(weights, key=weights.get) if weights and reward is None else reward
+        self.reward = reward
 
     def process(
         self,
@@ -163,9 +162,6 @@ class TasksetScheduler:
         self.batch_size = check_number("batch_size", batch_size, 1, whole=True)
         self.ids, self.tasksets = _named(tasksets)
         self.sizes = [len(t) for t in self.tasksets]
-        for name, size in zip(self.ids, self.sizes):
-            if size < 1:
-                raise ValueError(f"Taskset {name!r} is empty. Leave it out or fix its source.")
         self.selectors = _selectors_of(self.tasksets, selectors)
         self.shares = _make_shares(shares, self.ids, self.sizes, seed)
         self.operators = [_make_operator(o) for o in operators]

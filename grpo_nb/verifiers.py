@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from .config import check_number, one_of
-from .rewards import REWARDS, _names, _plain, _shown, _is_missing, reward_function
+from .rewards import REWARDS, _names, _plain, _shown, reward_function
 
 # %% ../nbs/method/02_verifiers.ipynb #54d26506
 def _content_text(content: Any) -> str:
@@ -644,7 +644,7 @@ def reasoning_gym_score(
     find, scorers = _AnswerFinder(extract, tag, marker), {}
 
     def scorer(columns):
-        if _is_missing(metadata := columns.get("metadata")):
+        if (metadata := _plain(columns.get("metadata"))) is None:
             return None, None
         metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
         name = metadata.get("source_dataset")

@@ -91,22 +91,18 @@ def test_gradient_agrees_with_finite_differences(name, reduce):
     p = make(name, dtype=torch.float64, reduce=reduce)
     r = p.sample(TASKS[:2], 2, seeded(0, "x"))
     w = torch.randn(r.mask_NS.shape, generator=seeded(0, "w"), dtype=torch.float64)
-    other = p.copy()
-    with torch.no_grad():
-        other.model.outer.weight += 0.1
-    for value in (lambda: (p.logp(r) * w).sum(), lambda: (p.kl(r, other) * w).sum()):
-        params = p.parameters()
-        grads = torch.autograd.grad(value(), params)
-        for q, g in zip(params, grads):
-            for i in (0, q.numel() - 1):
-                flat = q.data.view(-1)
-                flat[i] += 1e-5
-                up = value().item()
-                flat[i] -= 2e-5
-                down = value().item()
-                flat[i] += 1e-5
-                want = (up - down) / 2e-5
-                assert g.view(-1)[i].item() == pytest.approx(want, rel=1e-5, abs=1e-6)
+    value = lambda: (p.logp(r) * w).sum()
+    params = p.parameters()
+    for q, g in zip(params, torch.autograd.grad(value(), params)):
+        for i in (0, q.numel() - 1):
+            flat = q.data.view(-1)
+            flat[i] += 1e-5
+            up = value().item()
+            flat[i] -= 2e-5
+            down = value().item()
+            flat[i] += 1e-5
+            want = (up - down) / 2e-5
+            assert g.view(-1)[i].item() == pytest.approx(want, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("scheme", ["fixed", "progressive"])
@@ -146,7 +142,7 @@ def test_padding_cannot_leak_and_lengths_weigh_fairly():
     p = make(lengths="frames")
     r = p.sample(TASKS, 2, seeded(0, "x"))
     assert [len(o) for o in r.outputs] == [4, 4, 3, 3, 2, 2]
-    kl = shifted(p).kl(r, p).sum(1)
+    kl = shifted(p).logp_and_kl(r)[1].sum(1)
     assert torch.allclose(kl / torch.tensor([4, 4, 3, 3, 2, 2]), (kl[0] / 4).expand(6), rtol=1e-3)
     q = make(lengths="frames", reduce="mean")
     s = q.sample(TASKS, 2, seeded(0, "x"))

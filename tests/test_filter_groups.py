@@ -179,7 +179,7 @@ def test_matches_the_definition_and_ignores_order(rows, rnd):
     [
         *(dict(singles="maybe"), dict(on_cap="ignore"), dict(enable="perhaps")),
         *(dict(max_staleness=-1), dict(min_spread=nan), dict(filter_rate_ema=1.5)),
-        *(dict(band=(1, 2, 3)), dict(metric=[3]), dict(rule="metric")),
+        *(dict(metric=[3]), dict(rule="metric")),
     ],
 )
 def test_bad_options_are_refused_by_their_key(bad):
@@ -187,9 +187,7 @@ def test_bad_options_are_refused_by_their_key(bad):
         FilterGroupsConfig(**bad)
 
 
-def test_a_group_of_one_and_a_rollout_without_rewards_may_be_refused_and_an_old_key_is_read():
-    with pytest.raises(ValueError, match="1 of 2 groups have one valid sample"):
-        keep_groups([1, nan, 0, 1], ["a", "a", "c", "c"], singles="error")
+def test_a_rollout_without_rewards_is_refused_and_an_old_key_is_read():
     with pytest.raises(UnknownFilterMetric, match="no rewards"):
         resolve_metric(groups_of([1, 0]).replace(rewards_NR=None, reward_names=()), "seq_reward")
     assert build_config(FilterGroupsConfig, {"memory": 0.25}).filter_rate_ema == 0.25

@@ -110,7 +110,7 @@ def test_the_block_of_verl_can_be_pasted(tmp_path):
     on = load_config(recipe, [*over, "train_batch_size=4", "num_generations=4", "steps=1"])
     f = on.filter_groups
     assert f.enable and f.metrics == ("acc", "length")
-    assert load_config(recipe, [f"{there}band=[0.2,1]"]).filter_groups.band == (0.2, 1.0)
+    assert load_config(recipe, [f"{there}min_spread=0.2"]).filter_groups.min_spread == 0.2
     short = lambda completions, **columns: [float(len(c) < 20) for c in completions]
     row = make(config=on, reward={"acc": only(()), "length": short}).fit().history[-1]
     assert (

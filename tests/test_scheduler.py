@@ -167,7 +167,7 @@ def test_pass_rates_equal_a_slow_loop(seed):
 
 def test_the_reward_that_decides_in_training_reaches_the_operator_and_its_own_goes_first():
     r = rollout([[1, 0.5]] * 2, [Task("", {}, 0, 0)] * 2, [0, 0], names=("correct", "format"))
-    for own in ({}, {"reward": "format"}, {"weights": {"correct": 0.0, "format": 1.0}}):
+    for own in ({}, {"reward": "format"}):
         operator = {"name": "pass_rate_calculator", "args": own}
         s = TasksetScheduler([Table(1)], 1, operators=[operator])
         for passed, want in ((None, 1.0), (["correct"], 1.0), (["correct", "format"], 0.5)):

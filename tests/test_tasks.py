@@ -3,7 +3,6 @@
 import copy
 import json
 import pickle
-import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +15,6 @@ from grpo_nb.tasks import (
     Task,
     Taskset,
     _feature_array,
-    _row_starts,
     overlap,
 )
 
@@ -107,15 +105,12 @@ def test_bad_rows_of_a_large_file_are_refused_when_read_and_do_not_mend_each_oth
         st.text(st.characters(blacklist_categories=["Cs"]), min_size=1), min_size=1, max_size=8
     ),
     st.lists(st.sampled_from(["\n", "\r\n", "\n\n", "\n \r\n\t\n"]), min_size=8, max_size=8),
-    st.integers(1, 40),
 )
-def test_any_text_survives_and_any_block_size_finds_the_rows(prompts, ends, block):
+def test_any_text_survives(tmp_path_factory, prompts, ends):
     lines = [json.dumps({"prompt": p}, ensure_ascii=False) for p in prompts]
-    data = "".join(x + e for x, e in zip(lines, ends)).encode()
-    starts = _row_starts(data, block)
-    assert starts.tolist() == _row_starts(data).tolist()
-    cut = [data[a:b] for a, b in zip(starts, [*starts[1:], len(data)])]
-    assert [json.loads(x.decode())["prompt"] for x in cut] == prompts
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_bytes("".join(x + e for x, e in zip(lines, ends)).encode())
+    assert [t.prompt for t in Taskset.load(path)] == prompts
 
 
 def test_chat_prompts_from_every_source(tmp_path):
@@ -147,32 +142,6 @@ def test_number_columns(values):
     kept = [v for v, m in zip(values, missing) if not m]
     if kept:
         assert _feature_array(kept, "row {}".format, "x").tolist() == kept
-
-
-def test_a_million_rows_do_not_become_objects(tmp_path):
-    path, n = tmp_path / "large.jsonl", 10**6
-    rows = [{"prompt": f"<bos>{i}+1=", "answer": f"{i + 1}", "carries": i % 3} for i in range(1000)]
-    block = "".join(json.dumps(r) + "\n" for r in rows)
-    with open(path, "w") as f:
-        for _ in range(n // 1000):
-            f.write(block)
-    tracemalloc.start()
-    t = Taskset.load(path)
-    last = t[-1]
-    held, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(t) == n and last.prompt == "<bos>999+1=" and last.index == n - 1
-    assert t.rows.starts.dtype == np.int64 and t.rows.starts.nbytes == 8 * n
-    assert held < 8 * n + 2**20, "only the offsets may stay"
-    assert peak < 100 * 2**20
-
-
-def test_a_changed_file_is_noticed(write):
-    sent = pickle.dumps(Taskset.load(write(TEXT)))
-    assert pickle.loads(sent)[2].prompt == "9-4="
-    write(TEXT + TEXT)
-    with pytest.raises(ValueError, match="changed since the taskset was opened"):
-        pickle.loads(sent)[2]
 
 
 def test_a_function_makes_prompts_and_a_generator_s_mistakes_are_told():

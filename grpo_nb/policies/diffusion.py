@@ -43,14 +43,6 @@ def _gaussian_logp(
     reduce: str = "sum",  # over them: "mean", else a sum
 ) -> Tensor:  # (B,) float64, nats
     "Log-density of each step, summed over its numbers, or per number."
-    if not (std > 0).all():
-        raise ValueError(
-            "A step without noise (std = 0) has no density: leave it out of the loss, and sample with eta > 0."
-        )
-    if y.requires_grad:
-        raise ValueError(
-            "The stored next state requires grad, so the gradient of y - mean vanishes: sample under torch.no_grad()."
-        )
     z = (y - mean) / per_row(std, mean)
     constant = per_row(std.log() + 0.5 * math.log(2 * math.pi), mean)
     return _over_dims(-0.5 * z * z - constant, valid, reduce)
@@ -422,21 +414,6 @@ def logp(
 ) -> Tensor:  # (N, S), differentiable, 0 outside the mask
     "Log-probability of every stored step under the present weights."
     return self.logp_and_kl(rollout)[0]
-
-# %% ../../nbs/method/03_policies.diffusion.ipynb #efabb3fb
-@patch
-def kl(
-    self: DiffusionPolicy,
-    rollout: Rollout,  # samples
-    other: DiffusionPolicy,  # with the same sampler
-) -> Tensor:  # (N, S) nats, differentiable in this policy
-    "Exact KL between the steps of two policies; the same in both directions."
-    b = self._pairs(rollout)
-    other._same_chain(rollout)
-    self.model.eval()
-    with torch.no_grad():
-        anchor = other._means(b)
-    return self._shaped(_gaussian_kl(self._means(b), anchor, b.std, b.valid), rollout)
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #149b0d1b
 @patch
