@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .advantages import AdvantageConfig, compute_advantages, spread_to_tokens
-from .advantages import weights_by_name, _check_keys
+from .advantages import warn_cancelled_scales, weights_by_name, _check_keys
 from .callbacks import EndOfTasks, Paused, check_callbacks, _method_at, _tells_errors
 from .collector import GroupCollector
 from .config import Count, Natural, NonNegative, Positive, check_number, config_tree
@@ -33,7 +33,7 @@ from .losses import kl_penalty
 from .metrics import Counters, History, completion_metrics, merge_rows, peak_memory_mb
 from .optimizer import OptimizerConfig, learning_rate, make_optimizer
 from .processes import _as_held, _copy_first, gather, join_processes, place, say, whole
-from .ranking import check_layouts, warn_cancelling_scales
+from .ranking import check_layouts
 from .reward_runner import RewardConfig, RewardRunner
 from .rewards import passing_rewards
 from .scheduler import make_stream
@@ -503,8 +503,8 @@ def _check_setup(self: GRPO):
     if (columns := getattr(self.policy, "info_columns", None)) is not None:
         check_metrics(c.filter_groups.metrics, self.rewards.components, columns)
     compared = {gate.on for gate in c.advantage.gates}  # with a threshold: there a scale counts
-    scaled = {k: f for k, f in functions.items() if k not in compared}
-    warn_cancelling_scales(scaled, c.advantage.mode)
+    for f in (f for k, f in functions.items() if k not in compared):
+        warn_cancelled_scales(c.advantage.mode, getattr(f, "cancelling_scales", {}))
     if c.num_generations < 2:
         warnings.warn(
             "num_generations=1: a sample without siblings has advantage 0, so nothing is learned.",
