@@ -8,6 +8,7 @@ __all__ = ['SELECTOR_METRIC', 'EXPERIENCE_OPERATORS', 'reward_per_sample', 'Pass
 
 # %% ../nbs/method/03_scheduler.ipynb #6af7147e
 import inspect
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -78,19 +79,17 @@ class PassRateCalculator:
         if not len(rollout):
             return rollout, {SELECTOR_METRIC: {}}
         reward_N = reward_per_sample(rollout, passed if self.reward is None else self.reward)
-        _, first, group_N = np.unique(rollout.group_N.cpu(), return_index=True, return_inverse=True)
-        key_P = [_task_key(rollout.tasks[i]) for i in first]
-        number = {key: i for i, key in enumerate(dict.fromkeys(key_P))}
-        task_P = torch.tensor([number[k] for k in key_P])
-        per_task = group_stats(reward_N, task_P[group_N])
+        by_task: dict[tuple, list[float]] = {}
+        for task, reward in zip(rollout.tasks, reward_N.tolist()):
+            by_task.setdefault(_task_key(task), []).append(reward)
         feedback: dict[Any, dict[str, list]] = {}
-        for (taskset_id, index), p, n in zip(
-            number, per_task.mean.tolist(), per_task.count.tolist()
-        ):
+        for (taskset_id, index), rewards in by_task.items():
+            valid = [x for x in rewards if not math.isnan(x)]
             entry = feedback.setdefault(taskset_id, {"indices": [], "values": [], "counts": []})
-            for name, x in zip(entry, (index, p, max(n, 1))):
-                entry[name].append(x)
-        metrics = _selection_metrics(reward_N, torch.as_tensor(group_N))
+            entry["indices"].append(index)
+            entry["values"].append(sum(valid) / len(valid) if valid else math.nan)
+            entry["counts"].append(max(len(valid), 1))
+        metrics = _selection_metrics(reward_N, rollout.group_N.cpu())
         return rollout, {SELECTOR_METRIC: feedback, **metrics}
 
 # %% ../nbs/method/03_scheduler.ipynb #efd01658

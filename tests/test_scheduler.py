@@ -122,9 +122,6 @@ def test_every_epoch_serves_each_taskset_exactly(sizes, batches, seed):
     assert len(per) == sum(sizes) and {*per.values()} == {epochs}  # each task once per epoch
 
 
-# Length of a run ---------------------------------------------------------------------------------
-
-
 # Feedback ----------------------------------------------------------------------------------------
 
 
@@ -133,36 +130,6 @@ def rollout(rewards, tasks, group, names=("correct",), info=None):
     x = torch.tensor(rewards, dtype=torch.float32).view(n, -1)
     mask, logp = torch.ones(n, 1).bool(), torch.zeros(n, 1)
     return Rollout(torch.tensor(group), tasks, {}, mask, logp, [], x, None, names, info or {})
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6))
-def test_pass_rates_equal_a_slow_loop(seed):
-    rng = np.random.default_rng(seed)
-    keys = [(t, int(i)) for t in ("easy", "hard") for i in rng.choice(50, 3)]
-    tasks, group, rewards = [], [], []
-    for g in range(12):
-        for _ in range(rng.integers(1, 6)):
-            tasks.append(Task("", {}, *keys[g % len(keys)]))
-            group.append(g)
-            rewards.append(float("nan") if rng.random() < 0.1 else float(rng.integers(0, 2)))
-    order = rng.permutation(len(group))
-    tasks, group, rewards = ([x[i] for i in order] for x in (tasks, group, rewards))
-    slow = {}
-    for t, r in zip(tasks, rewards):
-        slow.setdefault((t.taskset_id, t.index), []).append(r)
-    _, m = PassRateCalculator().process(rollout(rewards, tasks, group))
-    fast = {
-        (t, i): (v, c)
-        for t, f in m[SELECTOR_METRIC].items()
-        for i, v, c in zip(f["indices"], f["values"], f["counts"])
-    }
-    assert fast.keys() == slow.keys()
-    for key, values in slow.items():
-        good = [v for v in values if v == v]
-        value, count = fast[key]
-        assert count == max(len(good), 1)
-        assert np.isnan(value) if not good else value == pytest.approx(np.mean(good), abs=1e-12)
 
 
 def test_the_reward_that_decides_in_training_reaches_the_operator_and_its_own_goes_first():
