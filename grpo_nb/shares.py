@@ -16,17 +16,19 @@ from .config import one_of
 from .core import seed_of
 
 # %% ../nbs/method/02_shares.ipynb #6a767c7e
-def _apportion(weights: Sequence[float], places: int) -> np.ndarray:
-    "Places of each taskset, together `places`, in proportion to weights (largest remainder)."
+def _apportion(weights: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...]:
+    "Places of each taskset in an epoch, in proportion to weights (largest remainder)."
     w = np.asarray(weights, np.float64)
-    if not (w.size and np.isfinite(w).all() and (w >= 0).all() and w.sum() > 0):
+    if len(w) != len(sizes):
+        raise ValueError(f"{len(w)} weights for {len(sizes)} tasksets: give one each.")
+    if not (np.isfinite(w).all() and (w >= 0).all() and w.sum() > 0):
         raise ValueError(
             f"Weights must be finite, not negative and not all zero, got {w.tolist()}."
         )
-    exact = w / w.sum() * places
+    exact = w / w.sum() * sum(sizes)
     count = np.floor(exact).astype(np.int64)
-    count[np.argsort(count - exact, kind="stable")[: places - count.sum()]] += 1
-    return count
+    count[np.argsort(count - exact, kind="stable")[: sum(sizes) - count.sum()]] += 1
+    return tuple(count.tolist())
 
 # %% ../nbs/method/02_shares.ipynb #063b340f
 @lru_cache(maxsize=4)
@@ -61,7 +63,7 @@ class Shares:
             raise ValueError(
                 "The last stage lasts until the run ends: leave out its samples, and end the run by its steps."
             )
-        self.counts = [_counts(sizes, s.get("weights")) for s in stages]
+        self.counts = [_apportion(s.get("weights", sizes), sizes) for s in stages]
         later = [seed_of(seed or 0, "stage", i) for i in range(1, len(stages))]
         self.seeds = [seed, *later]
         self.starts = np.cumsum([0] + [s["samples"] for s in stages[:-1]])
@@ -79,15 +81,6 @@ class Shares:
             if first < stop:
                 out.append(_row(counts, seed, int(first - self.starts[i]), int(stop - first)))
         return np.concatenate([np.zeros(0, np.int16), *out])
-
-# %% ../nbs/method/02_shares.ipynb #bbe5ab37
-def _counts(sizes: Sequence[int], weights: Sequence[float] | None) -> tuple[int, ...]:
-    "Places of each taskset in an epoch."
-    if weights is None:
-        return tuple(sizes)
-    if len(weights) != len(sizes):
-        raise ValueError(f"{len(weights)} weights for {len(sizes)} tasksets: give one each.")
-    return tuple(_apportion(weights, sum(sizes)).tolist())
 
 # %% ../nbs/method/02_shares.ipynb #dcd1894f
 _KINDS = {"size": (), "weights": ("weights",), "stages": ("stages",)}

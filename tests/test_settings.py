@@ -136,13 +136,6 @@ def test_trl_with_other_numbers_of_processes(name, processes, says):
     assert batch.startswith(f"{prompts} prompt") and f", {updates} update" in batch
 
 
-def test_epochs_and_shares_become_steps_when_the_number_of_tasks_is_known():
-    settings = CASES["trl/01_open_r1_math_demo"]["settings"]
-    got = config_from_trl(settings, 8, num_tasks=3200)
-    assert (got.config.steps, got.config.optimizer.warmup) == (100, 10)
-    assert "warmup_ratio" in got.taken
-
-
 def test_a_shell_script_and_a_yaml_file_are_read_alike(tmp_path):
     overrides = CASES["verl/02_dapo_two_nodes"]["overrides"]
     script = tmp_path / "run.sh"
@@ -198,23 +191,15 @@ def test_tasksets_of_the_original_document_are_read_and_opened(tmp_path):
         config_from_trinity(recipe)
 
 
-def test_truncation_length_penalty_kl_in_the_reward_and_the_floor_are_read():
+def test_truncation_length_penalty_and_the_floor_are_read():
     trl = read("trl/03_open_r1_codeforces").config
     assert trl.update.mask_truncated and trl.update.loss.count_empty
     dapo = read("verl/02_dapo_two_nodes").config
     want = {"max_length": 20480, "buffer": 4096, "factor": 1.0}
     assert dapo.rewards.functions == {"soft_overlong": want}
-    for how, ratio in (({"min_lr_rate": 0.1}, 0.1), ({"min_lr": 1e-6}, 0.5)):
-        given = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": how}
-        found = config_from_trl(given | {"learning_rate": 2e-6})
-        assert found.config.optimizer.schedule == "cosine"
-        assert found.config.optimizer.min_lr_ratio == pytest.approx(ratio)
-    keys = ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.02"]
-    found = config_from_verl([*keys, "algorithm.kl_ctrl.type=fixed"])
-    assert found.config.rewards.kl_in_reward == 0.02 and not found.config.update.loss.kl_coef
-    assert set(found.taken) == {k.split("=")[0] for k in keys} and len(found.left) == 1
-    with pytest.raises(ValueError, match="here the KL in the reward is 'kl'"):
-        config_from_verl([*keys, "algorithm.kl_penalty=low_var_kl"])
+    how = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+    o = config_from_trl(how).config.optimizer
+    assert (o.schedule, o.min_lr_ratio) == ("cosine", 0.1)
     schedule = ["actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"]
     floor = "actor_rollout_ref.actor.optim.min_lr_ratio=0.1"
     assert config_from_verl([*schedule, floor]).config.optimizer.min_lr_ratio == 0.1

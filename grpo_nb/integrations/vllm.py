@@ -221,7 +221,7 @@ def attach(
             )
     if self._weights_there() == "default":  # those that it was started with
         drawn = self._draw(policy, [probe], 1, [0], False, most=16)
-        policy.score_drawn([probe], 1, drawn)
+        policy._score_drawn([probe], 1, drawn)
 
 
 @patch
@@ -414,7 +414,7 @@ def read_ahead(self: VLLM, policy, prompts: list[list[int]], num_generations: in
     self.forget()
     asked, label = (prompts, num_generations, seeds, False), self.give_weights(policy)
     self.staleness, some = 0, (prompts[:4], 1)
-    policy.score_drawn(*some, self._draw(policy, *some, seeds[:4], False))
+    policy._score_drawn(*some, self._draw(policy, *some, seeds[:4], False))
 
     async def draw():
         drawn = await self._drawn(policy, *asked)

@@ -26,13 +26,13 @@ from torch import Tensor
 from ..config import Count, Natural, NonNegative, _with_key, config_tree, configuration
 from ..core import Rollout
 from ..files import hide_secrets, leaves, plain
-from .checkpoint import CheckpointError, latest, prune, read_state, sweep, _check_seal
+from .checkpoint import CheckpointError, latest, prune, read_state, _sweep, _check_seal
 from .checkpoint import _write_checkpoint
 from .progress import Progress
 from .record import _TensorBoard, Run, _is_run
 from ..metrics import History
 from ..processes import PeerError, ProcessLost, of_first, place, say
-from ..stream import fingerprint
+from ..stream import _fingerprint
 from ..tasks import Task, data_path
 from ..trainer import GRPO
 
@@ -373,7 +373,7 @@ def _task_facts(tasks: Any) -> str:
     name = getattr(tasks, "name", type(tasks).__name__)
     if not hasattr(tasks, "__len__"):
         return name
-    return f"{name} ({len(tasks)} tasks, {fingerprint(tasks) or 'not read'})"
+    return f"{name} ({len(tasks)} tasks, {_fingerprint(tasks) or 'not read'})"
 
 
 def _function_name(function: Any) -> str:
@@ -550,7 +550,7 @@ def _open_run(self: _Session) -> Mapping | None:  # the state that was loaded
             f"{folder} holds a run, so this one is {run.dir}; run.if_exists=resume goes on with the other."
         )
     self.run, self.closed = run, False
-    sweep(run.dir / "checkpoints")
+    _sweep(run.dir / "checkpoints")
     if again:
         run.truncate_after(trainer.step_done)
         trainer.history = History(run.dir / "metrics.jsonl")

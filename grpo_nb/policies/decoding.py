@@ -289,7 +289,7 @@ def _cache_argument(kind: type) -> str:
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #daec237c
 @patch(as_prop=True)
-def shares_cache(self: Network) -> bool:
+def _shares_cache(self: Network) -> bool:
     "Whether the cache holds plain keys and values, which samples of a group can share."
     if "shares" not in self.found:
         from transformers.cache_utils import DynamicLayer
@@ -331,7 +331,7 @@ class _Decoder:
 
     def _select(self, rows: Tensor):
         self.cache.batch_select_indices(rows)
-        if self.network.shares_cache:
+        if self.network._shares_cache:
             for layer in self.cache.layers:
                 _make_room(layer, self.attend.shape[1] - self.filled)
 
@@ -470,7 +470,7 @@ def _is_plain_llama(model: nn.Module) -> bool:
 def decoder(self: Network, fast: bool = True) -> _Decoder:
     "The fast decoder where it is known to agree with the model, else the general one."
     exact = next(self.model.parameters()).dtype in (torch.float32, torch.float64)
-    if not fast or not exact or self.autocast or self.head is None or not self.shares_cache:
+    if not fast or not exact or self.autocast or self.head is None or not self._shares_cache:
         return _Decoder(self)
     if "fast" not in self.found:
         self.found["fast"] = _is_plain_llama(self.model) and _decoders_agree(self)

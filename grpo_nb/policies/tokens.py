@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..config import check_number, _check_options, one_of
 from ..core import Groups, Rollout, check_finite, pad_to, seeded
 from .decoding import FLOOR, Network, draw, head_logp, _left_padded, shape_logits
-from .loading import add_lora, load_model, merge_lora, upload, _asked_autocast
+from .loading import add_lora, load_model, merge_lora, _upload, _asked_autocast
 from .loading import _has_adapters, _load_tokenizer, _stop_tokens, _unwrap_peft
 from .loading import _warn_of_special, _warn_of_unseen, _with_vocabulary
 from .loading import _write_adapter
@@ -226,8 +226,8 @@ def save_adapter(self: TokenPolicy, path: str | Path):
 
 @patch
 def push_to_hub(self: TokenPolicy, repo: str, private: bool = True, **kwargs) -> str:
-    "Upload what `save_pretrained` writes, see `upload`; the address of the commit."
-    return upload(self.save_pretrained, repo, private, **kwargs)
+    "Upload what `save_pretrained` writes, see `_upload`; the address of the commit."
+    return _upload(self.save_pretrained, repo, private, **kwargs)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #49061332
 @patch
@@ -458,7 +458,7 @@ def _draw_remote(self: TokenPolicy, ids_PL, length_P, index_N, generator, greedy
     if self.engine.old_logp == "sampler" and not greedy:
         r = self._as_rollout(prompts, n, drawn)
         return r.states["completion_ids"], r.mask_NS, r.old_logp_NS, None
-    return self.score_drawn(prompts, n, drawn, greedy)
+    return self._score_drawn(prompts, n, drawn, greedy)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #94077b1e
 @patch
@@ -582,7 +582,7 @@ _SCORED = 2**14  # tokens per pass
 
 @patch
 @torch.no_grad()
-def score_drawn(
+def _score_drawn(
     self: TokenPolicy,
     prompts: list[list[int]],  # P prompts
     num_generations: int,  # G
@@ -662,7 +662,7 @@ def _scored(self: TokenPolicy, r: Rollout, entropy: bool) -> tuple[Tensor, ...]:
     prompts = r.states["prompt_ids"]
     if several and not torch.equal(prompts[first_P][index_N], prompts):
         raise ValueError("A group holds different prompts: one group is one draw of one task.")
-    share = self.share_prefix and several and self.network.shares_cache and not plain
+    share = self.share_prefix and several and self.network._shares_cache and not plain
     hidden = self._hidden_shared if share else self._hidden_dense
     hidden_T = hidden(r, first_P, index_N.to(self.device), ids_NS, mask_NS)
     scores = self._token_scores(hidden_T, ids_NS[mask_NS], entropy)
