@@ -649,7 +649,7 @@ def _check_keys(c: AdvantageConfig, names: Sequence[str]) -> None:
     takes = list(inspect.signature(ADVANTAGES.resolve(c.mode)[1]).parameters)[2:]
     for k in set(c.options) - set(takes):
         known = [k for k in takes if k not in ("weights", "batch", "lengths_N")]
-        raise ValueError(unknown_name("option of the estimator", k, known))
+        raise ValueError(f"In advantage.options: {unknown_name('option', k, known)}")
     for k in [*c.scales, *(k for g in c.gates for k in (g.component, g.on))]:
         if k not in names:
             raise ValueError(f"In scales or gates: {unknown_name('reward', k, names)}")
