@@ -110,12 +110,12 @@ def _dead_groups(frame) -> _Finding:
 @_RULES.register("D2 sampler mismatch")
 def _sampler_mismatch(frame) -> _Finding:
     diff = column(frame, "upd/first_logp_diff", how="first")
-    ratio = column(frame, "upd/ratio_q95", "ratio/q95", how="first")
+    ratio = column(frame, "ratio/q95", how="first")
     planned = column(frame, "upd/n_planned")
-    if {"upd/ratio_q95", "ratio/q95"} & set(frame) and (planned is None or np.nanmax(planned) > 1):
+    if "ratio/q95" in frame and (planned is None or np.nanmax(planned) > 1):
         ratio = None  # one number for several updates: it may well be above 1
     if diff is None and ratio is None:
-        raise MissingMetric("missing upd/first_logp_diff or upd/ratio_q95 of the first epoch")
+        raise MissingMetric("missing upd/first_logp_diff or ratio/q95 of the first epoch")
     verdict, said = "OK", []
     if diff is not None:
         at = int(np.nanargmax(diff))
@@ -133,8 +133,8 @@ def _sampler_mismatch(frame) -> _Finding:
 # %% ../../nbs/lab/02_diagnosis.ipynb #d9ced9f4
 @_RULES.register("D3 clip saturation")
 def _clip_saturation(frame) -> _Finding:
-    low = column(frame, "clip_ratio/low_mean", "upd/clip_low")
-    high = column(frame, "clip_ratio/high_mean", "upd/clip_high")
+    low = column(frame, "clip_ratio/low_mean")
+    high = column(frame, "clip_ratio/high_mean")
     both = low is not None and high is not None
     share = _now(low + high if both else need(frame, "clip_ratio/region_mean"))
     verdict, said = _grade(share, (0.1, 0.4)), f"{share:.1%} clipped over the last {_WINDOW} steps"
@@ -150,8 +150,8 @@ def _clip_saturation(frame) -> _Finding:
 # %% ../../nbs/lab/02_diagnosis.ipynb #40b83131
 @_RULES.register("D4 KL drift")
 def _kl_drift(frame) -> _Finding:
-    need(frame, *KL_OLD, "kl", "upd/kl_ref")
-    old, ref = column(frame, *KL_OLD, how="max"), column(frame, "kl", "upd/kl_ref")
+    need(frame, *KL_OLD, "kl")
+    old, ref = column(frame, *KL_OLD, how="max"), column(frame, "kl")
     limit = frame.attrs.get("kl_limit") or 0.03
     verdict, said, say = "OK", [], ""
     if old is not None:

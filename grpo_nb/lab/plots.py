@@ -196,13 +196,10 @@ _BATCHES = {
 }
 _register_lines("filter", "groups", r"filter/(kept|surplus|carried)", **_FROM_ZERO)
 _register_lines("refills", "generation batches", _BATCHES, **_FROM_ZERO)
-_register_lines("group_std", "reward std in group", r"group_std/(mean|min|max)")
-_register_lines("selection", "share", r"sel/(.*(?:valid_ratio|pass_rate_mean))", **_SHARE)
+_register_lines("selection", "share", r"selection/(valid_ratio|pass_rate)", **_SHARE)
 
 # %% ../../nbs/lab/02_plots.ipynb #24b32b05
-_CLIP = {"clip_ratio/low_mean": "low", "upd/clip_low": "low", "clip_ratio/high_mean": "high"}
-_CLIP |= {"upd/clip_high": "high", "clip_ratio/region_mean": "either"}
-_CLIP |= {"clip_ratio/dual_mean": "dual"}
+_CLIP = r"clip_ratio/(low|high|region|dual)_mean"
 _NO_CLIP = "all 0, as it is with one update per rollout"
 _register_lines("clip", "clipped (share)", _CLIP, _NO_CLIP, **_FROM_ZERO)
 
@@ -215,12 +212,11 @@ def _kl_old(frame) -> Panel:
 # %% ../../nbs/lab/02_plots.ipynb #ff099255
 _SAMPLER = {f"sampling/sampling_logp_difference/{k}": k for k in ("mean", "max")}
 _SAMPLER |= {"upd/first_logp_diff": "first update"}
-_RATIO = r"(?:upd/ratio_|ratio/)(mean|min|max|q05|q95)"
-_KL_REF = {"kl": "KL", "upd/kl_ref": "KL"}
+_RATIO = r"ratio/(mean|min|max|q05|q95)"
 _LOSS = {"loss": "loss", "policy_loss": "loss"}
 _NO_LOSS = "near 0 is normal: see the gradient norm"
 _register_lines("ratio", "ratio new / old", _RATIO, log=True)
-_register_lines("kl_ref", "KL to reference (nats)", _KL_REF, **_FROM_ZERO)
+_register_lines("kl_ref", "KL to reference (nats)", {"kl": "KL"}, **_FROM_ZERO)
 _register_lines("sampler", "sampler vs trainer (nats)", _SAMPLER)
 _register_lines("entropy", "entropy (nats)", {"entropy": "entropy"})
 _register_lines("grad_norm", "gradient norm", {"grad_norm": "norm"}, log=True)
