@@ -1,4 +1,4 @@
-"Diffusion policies and motion tasks: samplers, scoring, guidance, padding, windows, storage, and runs through the trainer."
+"Diffusion policies and motion tasks: samplers, scoring, padding, windows, storage, and runs through the trainer."
 
 import importlib.util
 import sys

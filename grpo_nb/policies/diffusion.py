@@ -82,8 +82,6 @@ class DiffusionPolicy:
         sampler: Sampler,
         shape: Sequence[int],  # of one sample, e.g. (frames, channels)
         condition: str | Callable | None = None,  # task column, or f(tasks) -> (P, ...) tensor
-        null_condition: Tensor | Sequence[float] | None = None,  # (...) for guidance
-        guidance: float = 1.0,  # null + guidance * (conditional - null); 1: no second pass
         lengths: str | None = None,  # task column with the number of frames that are not padding
         reduce: str = "sum",  # over the numbers of a step: "sum", "mean"; "trajectory": over steps too
     ):
@@ -91,8 +89,6 @@ class DiffusionPolicy:
         self.sampler = sampler
         self.shape = tuple(shape)
         self.condition = condition
-        self.null_condition = None if null_condition is None else torch.as_tensor(null_condition)
-        self.guidance = guidance
         self.lengths = lengths
         self.reduce = reduce
         self._scored = None  # the last scored steps, for `kl_old`
@@ -143,7 +139,7 @@ def copy(self: DiffusionPolicy) -> DiffusionPolicy:
 @patch
 def settings(self: DiffusionPolicy) -> dict:
     "How it samples, for the record."
-    s, own = self.sampler, {k: getattr(self, k) for k in ("guidance", "shape", "reduce")}
+    s, own = self.sampler, {k: getattr(self, k) for k in ("shape", "reduce")}
     return {"scheme": s.scheme, "steps": len(s), "noise": s.noise, "prediction": s.prediction} | own
 
 
@@ -169,33 +165,12 @@ def _check(self: DiffusionPolicy):
             f"No step of the sampler has noise ({s.scheme}, noise={s.noise}): a deterministic chain has no log-probabilities, so "
             "there is nothing to train. Give eta > 0; for deterministic samples use sample(..., greedy=True)."
         )
-    if self.guidance != 1 and (self.null_condition is None or self.condition is None):
-        raise ValueError(
-            f"guidance={self.guidance} mixes two predictions: give condition and null_condition."
-        )
     terms = self.dims * steps
     if self.reduce == "trajectory" and terms > TRAJECTORY_LIMIT:
         raise ValueError(
             f"One ratio for {steps} steps of {self.dims} numbers multiplies {terms:,} densities (limit {TRAJECTORY_LIMIT}): a clip "
             f"range of 0.2 means {effective_clip(0.2, terms)['width_per_dim']:.1e} per number. Use reduce='sum' or 'mean'."
         )
-
-# %% ../../nbs/method/03_policies.diffusion.ipynb #25708863
-@patch
-def _predict(self: DiffusionPolicy, x, time_B, condition_B, frames_BF) -> Tensor:
-    "One forward pass with guidance."
-    guided = self.guidance != 1
-    if guided:
-        null_B = self.null_condition.to(condition_B).expand_as(condition_B)
-        condition_B = torch.cat([condition_B, null_B])
-        x, time_B = torch.cat([x, x]), torch.cat([time_B, time_B])
-        frames_BF = None if frames_BF is None else torch.cat([frames_BF, frames_BF])
-    given = [x, time_B] if condition_B is None else [x, time_B, condition_B]
-    out = self.model(*given, **({} if frames_BF is None else {"frames": frames_BF}))
-    if not guided:
-        return out
-    full, null = out.chunk(2)
-    return null + self.guidance * (full - null)
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #bb35636e
 @patch
@@ -206,10 +181,12 @@ def _denoise(
     condition_B: Tensor | None = None,  # (B, ...) conditions
     frames_BF: Tensor | None = None,  # (B, F) bool: frames that count
 ) -> Tensor:  # (B, ...) prediction, in the dtype of `x`
-    "The network's guided prediction."
+    "The network's prediction."
     own = next(self.model.parameters()).dtype
     time_B = self.sampler.table(self.sampler.time_T, step_B).to(x.dtype)
-    return self._predict(x.to(own), time_B, condition_B, frames_BF).to(x.dtype)
+    given = [x.to(own), time_B] if condition_B is None else [x.to(own), time_B, condition_B]
+    more = {} if frames_BF is None else {"frames": frames_BF}
+    return self.model(*given, **more).to(x.dtype)
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #3036a395
 @patch
@@ -312,7 +289,6 @@ def _rollout(
         "step": step_NS,
         "time": self.sampler.table(self.sampler.time_T, step_NS).float(),
         "std": std_NS.cpu(),
-        "guidance": torch.full((n,), float(self.guidance)),
     }
     more = {"condition": condition_N, "frames": frames_NF}
     final, length_N = x.cpu(), [None] * n if frames_NF is None else frames_NF.sum(1).tolist()
@@ -332,13 +308,8 @@ def _rollout(
 # %% ../../nbs/method/03_policies.diffusion.ipynb #11f753ca
 @patch
 def _same_chain(self: DiffusionPolicy, r: Rollout):
-    "Refuse to score steps of another sampler or guidance scale."
+    "Refuse to score steps of another sampler."
     step_NS, s = r.states["step"], self.sampler
-    if (r.states["guidance"] != self.guidance).any():
-        raise ValueError(
-            f"The rollout was sampled with guidance {r.states['guidance'].unique().tolist()}, this policy scores with "
-            f"{self.guidance}: the ratio would not be 1. Use the same scale in both."
-        )
     if step_NS.numel() and int(step_NS.max()) >= len(s):
         raise ValueError(f"The rollout has steps up to {int(step_NS.max())}, the sampler {len(s)}.")
     time, std = s.table(s.time_T, step_NS).float(), s.std_T[step_NS.cpu()].to(r.states["std"])
