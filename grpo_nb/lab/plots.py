@@ -309,15 +309,10 @@ def plot(self: Run, panels: str | Sequence[str] | None = None, **options):  # of
 
 # %% ../../nbs/lab/02_plots.ipynb #39a5ee68
 class LivePlot:
-    "Redraws a picture in place, in a notebook."
+    "Redraws a picture in place, in a notebook, every two seconds at most."
 
-    def __init__(
-        self,
-        draw: Callable,  # () -> figure
-        every: float = 2.0,  # least seconds between two drawings
-    ):
-        self.draw, self.every = draw, every
-        self.handle, self.due = None, 0.0
+    def __init__(self, draw: Callable):  # () -> figure
+        self.draw, self.handle, self.due = draw, None, 0.0
 
     def update(self, last: bool = False) -> None:
         "Redraw if it is time, the last time in any case; it takes a twentieth of the time at most."
@@ -333,7 +328,7 @@ class LivePlot:
             else:
                 self.handle.update(figure)
             end = time.monotonic()
-            self.due = end + max(self.every, 20 * (end - begin))
+            self.due = end + max(2.0, 20 * (end - begin))
         except Exception as e:
             self.due = math.inf
             warnings.warn(f"the live plot stopped: {type(e).__name__}: {e}", stacklevel=2)

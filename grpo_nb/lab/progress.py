@@ -47,6 +47,7 @@ def _glance(metrics: Mapping[str, Any]) -> dict[str, str]:
     return out
 
 # %% ../../nbs/lab/01_progress.ipynb #f322dd92
+_EVERY = 10.0  # seconds between plain lines
 _GONE = contextlib.suppress(OSError, ValueError)  # a terminal that was closed ends no training
 
 
@@ -58,12 +59,11 @@ class Progress:
         total: int,  # steps of the whole run
         start: int = 0,  # steps done before (resume)
         mode: str | None = None,  # quiet, notebook, terminal, lines; None = find out
-        every: float = 10.0,  # seconds between plain lines
         clock: Callable[[], float] = time.monotonic,
     ):
         self.total, self.start, self.done = total, start, start
         self.mode = mode or display_mode()
-        self.every, self.clock = every, clock
+        self.clock = clock
         self.begun, self.shown, self.bar = clock(), None, None
         if self.mode in ("notebook", "terminal"):
             from tqdm.auto import tqdm
@@ -79,7 +79,7 @@ class Progress:
                 self.bar.update(step - self.done)
         self.done = step
         now = self.clock()
-        due = self.shown is None or now - self.shown >= self.every or step >= self.total
+        due = self.shown is None or now - self.shown >= _EVERY or step >= self.total
         if self.mode == "lines" and due:
             self.shown = now
             left = (now - self.begun) / max(step - self.start, 1) * (self.total - step)
@@ -92,7 +92,7 @@ class Progress:
         if self.bar is not None:
             with _GONE:
                 self.bar.set_postfix_str(what)
-        if self.mode == "lines" and now - (self.shown or self.begun) >= self.every:
+        if self.mode == "lines" and now - (self.shown or self.begun) >= _EVERY:
             self.shown = now
             say(f"step {self.done + 1}/{self.total}  {what}")
 
