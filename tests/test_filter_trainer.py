@@ -233,9 +233,6 @@ def test_a_skipped_step_trains_nothing_and_says_so():
     assert "all samples are wrong" in t.collector.warnings["cap"]
 
 
-# --- one batch: drop and mask ----------------------------------------------------------------------
-
-
 # --- carry-over ----------------------------------------------------------------------------------
 
 

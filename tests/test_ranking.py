@@ -90,9 +90,6 @@ def byte_level_tokenizer():
     )
 
 
-# ---------------------------------------------------------------- relevance
-
-
 # ---------------------------------------------------------------- safety and the old behaviour
 
 FILMS = [f"Film {c} ({1980 + i})" for i, c in enumerate("ABCDEFGHIJ")]

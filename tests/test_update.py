@@ -108,9 +108,6 @@ def test_the_first_gradient_is_the_policy_gradient_by_finite_differences():
         assert step[index].item() == pytest.approx(slope.item(), abs=1e-9)
 
 
-# ----------------------------------------------------------------------------------------------------- schemes
-
-
 # -------------------------------------------------------------------------------------------------- early stop
 
 

@@ -94,7 +94,6 @@ def test_accepted_answers_of_any_sequence():
 @pytest.mark.parametrize(
     "said, answer, want",
     [
-        ("1 2/3", "5/3", 1),
         ("3  1 / 2", "7/2", 1),
         ("1 5/3", "8/3", 0),  # no mixed number
         ("1\n2", "12", 0),
@@ -117,10 +116,8 @@ def test_accepted_answers_of_any_sequence():
         ("$6$ is wrong", "6", 0),
         ("it cannot be $6$", "6", 0),
         (r"\text{either } 5 \text{ or } 6", "6", 0),
-        ("101_2", "101", 0),
         ("(101)_{2}", "101", 0),
         ("0b11", "0", 0),
-        (r"3\\4", "34", 0),
     ],
 )
 def test_a_wrong_number_is_never_right(said, answer, want):
