@@ -16,7 +16,7 @@ import torch
 from .core import seeded
 from .files import write_atomic
 from .lab.plots import COLORS, make_figure
-from .lab.report import common_curve, embed, write_page
+from .lab.report import embed, write_page
 from .lab.study import Study
 from .statistics import t_interval
 from .tasks import Task
@@ -50,26 +50,6 @@ def _fans(study: Study, dir: str | Path) -> dict[str, list]:
     return {name: json.loads(file.read_text()) for name, file in files.items()}
 
 
-def _draw_rewards(ax, study: Study, x: str) -> None:
-    "Every run, and their mean where all of them are."
-    column, label = {
-        "rollouts": ("n_rollouts_generated", "paths"),
-        "cpu": ("cpu_seconds", "processor seconds of training"),
-    }[x]
-    curves = study.curves().dropna(subset="eval_sampled")
-    for name, color in zip(study.spec["variants"], COLORS):
-        runs = [
-            (r[column].to_numpy(), r["eval_sampled"].to_numpy())
-            for _, r in curves[curves["variant"] == name].groupby("seed")
-        ]
-        for run in runs:
-            ax.plot(*run, color=color, lw=0.6, alpha=0.5)
-        at, scores = common_curve(runs)
-        ax.plot(at, scores.mean(0), color=color, lw=2)
-    ax.set_xlabel(label)
-    ax.grid(color="0.9", lw=0.5)
-
-
 def _plot_motion(study: Study, dir: str | Path):  # Figure
     "The fan of every arm, and the reward along paths and along seconds."
     fans = _fans(study, dir)
@@ -86,7 +66,10 @@ def _plot_motion(study: Study, dir: str | Path):  # Figure
         ax.remove()
     for place, x in ((grid[1:, : columns // 2], "rollouts"), (grid[1:, columns // 2 :], "cpu")):
         ax = figure.add_subplot(place)
-        _draw_rewards(ax, study, x)
+        study.plot(x, ax=ax)
+        ax.get_legend().remove()
+        for band in list(ax.collections):  # that of a run which leaves for good is the whole picture
+            band.remove()
         ax.set(ylim=(-0.65, -0.15), ylabel="held-out reward")
     return figure
 
