@@ -68,7 +68,7 @@ def _plot_motion(study: Study, dir: str | Path):  # Figure
         ax = figure.add_subplot(place)
         study.plot(x, ax=ax)
         ax.get_legend().remove()
-        for band in list(ax.collections):  # that of a run which leaves for good is the whole picture
+        for band in list(ax.collections):  # one that leaves for good would cover all
             band.remove()
         ax.set(ylim=(-0.65, -0.15), ylabel="held-out reward")
     return figure
