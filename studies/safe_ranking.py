@@ -1,14 +1,16 @@
-"""Film lists, relevance against safety: the study that safe_ranking.ipynb reads, and lists that need no training.
+"""Film lists, relevance against safety: the studies that safe_ranking.ipynb reads, and lists that need no training.
 
     pip install --no-deps recbole==1.2.1
     OMP_NUM_THREADS=1 python data/build/movielens_task.py --out .cache/movielens
-    OMP_NUM_THREADS=1 python studies/safe_ranking.py        trains what is missing (about a quarter of an hour on one idle core)
+    OMP_NUM_THREADS=1 python studies/safe_ranking.py        trains what is missing of both (about half an hour on one idle core)
 
-Four arms choose among the same three learning rates on two tuning seeds and users of their own, and run on five other seeds. Finished
-runs are kept in runs/, and the same command goes on where it stopped. It also writes the data's checksums and the scores of lists of
-popular films. What is stored are numbers: no titles, no ratings, no weights.
+`safety`: one sum, two normalised rewards, and controls. `credit`: what a rank is paid for, itself, itself and later hits, or the
+whole list. Every arm of a study chooses among the same learning rates on two tuning seeds and users of their own, and runs on five
+other seeds. Finished runs are kept in runs/, and the same command goes on where it stopped. It also writes the data's checksums and
+the scores of lists of popular films. What is stored are numbers: no titles, no ratings, no weights.
 """
 
+import functools
 import hashlib
 import json
 import sys
@@ -59,6 +61,8 @@ ARMS = {
     "no safety": paid(relevance=RELEVANCE),
     "GRPO, 3x penalty": paid(safe=LOUD),
 }
+WHOLE = "whole list"
+CREDIT = {k: paid(safe=SAFE | {"variant": k}) for k in (WHOLE, "log_decay", "exp_inf")}
 SCORES = "ndcg@8 recall@8 svr@8 duplicate malformed seen out_of_catalogue length".split()
 
 
@@ -73,8 +77,21 @@ def held_out(
     return train, {"test users": task.eval, "validation users": validation}[who]
 
 
+def whole_list(reward):
+    "Every rank is paid what the ranks of the list earn together."
+
+    @functools.wraps(reward)  # the columns that it asks for
+    def paid(*args, **columns):
+        x_NK = np.array(reward(*args, **columns), float)
+        return np.where(np.isnan(x_NK), np.nan, np.nansum(x_NK, 1, keepdims=True)).tolist()
+
+    return paid
+
+
 def film_reward(task: MovieTask, name: str, options: Mapping):
     "A reward function of a configuration; the number of safety is the same for every variant of the relevance."
+    if options.get("variant") == WHOLE:
+        return whole_list(rank_reward(task, name, options | {"variant": "exp_inf"}))
     drop = ("variant",) if name == "safety" else ()
     return rank_reward(task, name, {k: v for k, v in options.items() if k not in drop})
 
@@ -176,20 +193,33 @@ def safe_share(task: MovieTask) -> float:
     return float(1 - np.mean([np.mean(unsafe(t)) for t in task.eval]))
 
 
+ALIKE = {"seeds": range(5), "budget": Samples(3_200), "eval_every": Samples(640)}
+ALIKE |= {"tune_seeds": (100, 101), "tune_tasks": "validation users", "metric": "combined"}
+ALIKE |= {"lower_is_better": "svr@8 unsafe_hits duplicate malformed seen out_of_catalogue".split()}
+ALIKE |= {"make": film_trainer, "evaluate": film_scores, "keep": ["reward", "entropy"]}
+
+
 def safety(**how):
     "The sum (GRPO), two normalised rewards (GDPO), no safety, and a louder one: four sampled lists for each held-out user."
-    lower = ["svr@8", "unsafe_hits", "duplicate", "malformed", "seen", "out_of_catalogue"]
-    fixed = {"seeds": range(5), "budget": Samples(3_200), "eval_every": Samples(640)}
-    fixed |= {"tune": {"optimizer.lr": [1e-3, 3e-3, 1e-2]}, "tune_seeds": (100, 101)}
-    fixed |= {"tune_tasks": "validation users", "make": film_trainer, "evaluate": film_scores}
-    fixed |= {"metric": "combined", "lower_is_better": lower, "keep": ["reward", "entropy"]}
-    fixed |= {"store": Path(__file__).with_suffix(".json"), "dir": "runs/safe_ranking"}
-    return compare(ARMS, BASE, **fixed | how)
+    fixed = ALIKE | {"tune": {"optimizer.lr": [1e-3, 3e-3, 1e-2]}, "dir": "runs/safe_ranking"}
+    return compare(ARMS, BASE, store=Path(__file__).with_suffix(".json"), **fixed | how)
+
+
+def credit(**how):
+    "GRPO on the sum, which pays a rank for the whole list, for itself and later hits, or for itself."
+    fixed = ALIKE | {
+        "tune": {"optimizer.lr": [3e-4, 1e-3, 3e-3, 1e-2]},
+        "dir": "runs/safe_ranking_credit",
+    }
+    store = Path(__file__).with_name("safe_ranking_credit.json")
+    return compare(CREDIT, BASE, store=store, **fixed | how)
 
 
 if __name__ == "__main__":
     folder = ROOT / BASE["tasks"]["train"]
     task = load_task(folder)
-    stored = {"data": facts(folder, task), "safe_share": safe_share(task)}
-    LISTS.write_text(json.dumps(stored | {"lists": without_training(task)}, indent=1) + "\n")
-    print(safety().table())
+    if not LISTS.exists():
+        stored = {"data": facts(folder, task), "safe_share": safe_share(task)}
+        LISTS.write_text(json.dumps(stored | {"lists": without_training(task)}, indent=1) + "\n")
+    for study in (safety, credit):
+        print(study().table())
