@@ -234,20 +234,6 @@ def _warn_of_unseen(
         )
     return new
 
-
-def _warn_of_special(tokenizer, rows: list[list[int]], seen: set[str]) -> set[str]:
-    "Padding and the like inside completions are told once."
-    special = {getattr(tokenizer, f"{k}_token_id", None) for k in ("pad", "bos", "unk")}
-    drawn = sorted(special.intersection(i for row in rows for i in row))
-    new = {*tokenizer.convert_ids_to_tokens(drawn)} - seen
-    if new:
-        what = ", ".join(sorted(new))
-        warnings.warn(
-            f"The model writes {what} in completions: rewards see it, where TRL strips it.",
-            stacklevel=4,
-        )
-    return new
-
 # %% ../../nbs/method/02_policies.loading.ipynb #d43a372d
 def _stop_tokens(model: nn.Module, tokenizer) -> list[int]:
     "Ids that end a completion, from the generation config and the tokenizer."

@@ -25,7 +25,7 @@ from ..core import Groups, Rollout, check_finite, pad_to, seeded
 from .decoding import FLOOR, Network, draw, head_logp, _left_padded, shape_logits
 from .loading import add_lora, load_model, merge_lora, _upload, _asked_autocast
 from .loading import _has_adapters, _load_tokenizer, _stop_tokens, _unwrap_peft
-from .loading import _warn_of_special, _warn_of_unseen, _with_vocabulary
+from .loading import _warn_of_unseen, _with_vocabulary
 from .loading import _write_adapter
 from ..processes import place, whole
 from ..tasks import Task, check_prompt
@@ -433,7 +433,6 @@ def decode(
     "Text of each completion, without padding and without the stop token."
     keep_NS = mask_NS & ~torch.isin(ids_NS, torch.tensor(self.stop, dtype=ids_NS.dtype))
     rows = [[i for i, k in zip(*row) if k] for row in zip(ids_NS.tolist(), keep_NS.tolist())]
-    self._seen |= _warn_of_special(self.tokenizer, rows, self._seen)
     return self.tokenizer.batch_decode(rows, skip_special_tokens=False)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #42cc4880
