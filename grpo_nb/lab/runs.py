@@ -151,10 +151,8 @@ def train(
     start: Mapping,  # scores before training
 ) -> str:  # what ended the run: "budget" or "tasks"
     "Train until the budget is spent or there are no more tasks."
-    self.rows, kept = (
-        [{"step": 0, "cpu_seconds": 0.0} | dict.fromkeys(COUNTERS, 0) | dict(start)],
-        self.kept(),
-    )
+    self.rows = [{"step": 0, "cpu_seconds": 0.0} | dict.fromkeys(COUNTERS, 0) | dict(start)]
+    kept = self.kept()
     for i, row in enumerate(trainer.history, 1):
         own = {"step": i, "cpu_seconds": self.rows[-1]["cpu_seconds"]}  # if it was not written down
         self.rows.append(_numbers(row) | own | kept.get(i, {}))
@@ -364,9 +362,8 @@ def _train_run(job: Job) -> dict:
         ended = record.train(trainer, start)
     names = dict.fromkeys(k for r in record.rows for k in r)
     curve = {k: [r.get(k) for r in record.rows] for k in names}
-    cpu_seconds = record.rows[-1]["cpu_seconds"]
     by_task = {f"eval_{k}": [round(float(v), 5) for v in x_P] for k, x_P in record.by_task.items()}
-    return {"ended": ended, "curve": curve, "cpu_seconds": cpu_seconds, "by_task": by_task}
+    return {"ended": ended, "curve": curve, "by_task": by_task}
 
 # %% ../../nbs/lab/06_runs.ipynb #45ec1bfe
 def _short_trace(error: BaseException) -> str:
