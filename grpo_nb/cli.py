@@ -73,6 +73,7 @@ def train(
     trainer = GRPO.from_config(config)
     say(trainer.policy)
     say(_plan(config, recipe))
+    trainer.open_run()  # of a run that goes on: its checkpoint
     before = None if trainer.eval_tasks is None else trainer.evaluate()
     trainer.fit()
     row = trainer.history[-1] if trainer.history else {}

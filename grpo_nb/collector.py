@@ -209,6 +209,7 @@ def begin(
     self._settle()
 
 # %% ../nbs/method/02_collector.ipynb #1636d518
+_VARY = ("metric", "sum", "all_components", "combined")  # rules that ask for a spread
 _CAUSES = {  # reason: what to do about it
     "single": "one valid sample per group: raise num_generations to at least 2",
     "invalid": "no valid metric value: the reward function gives None or NaN",
@@ -255,7 +256,7 @@ def _warn_of_batch(self: GroupCollector, decision: GroupDecision):
         "acc": graded and self.config.metrics == ("acc",),
         "nan": invalid,
         f"all filtered: {cause}": not decision.num_kept,
-        "reward": dropped or kept,
+        "reward": (dropped or kept) and self.config.rule_name in ("metric", "sum"),
     }
     counts = {"graded": graded, "invalid": invalid, "dropped": dropped, "kept": kept, "n": n}
     self._warn(holds, **counts, samples=len(values), numbers=values.numel(), why=why)
@@ -268,8 +269,8 @@ def _decide(self: GroupCollector, rollout: Rollout) -> GroupDecision:
     if config.weights is None and self.weights is not None:
         config = dataclasses.replace(config, weights=dict(self.weights))
     decision = decide(rollout, config)
-    components = rollout.rewards is not None and config.metrics != rollout.reward_names
-    if components and config.rule_name in ("metric", "sum"):
+    other = rollout.rewards is not None and config.metrics != rollout.reward_names
+    if other and config.rule_name != "combined":
         trained_P = varies(_weighted_components(rollout, config.weights), decision.groups)
         self.tally["dropped_with_signal"] += int((trained_P & ~decision.signal_P).sum())
         self.tally["kept_without_signal"] += int((decision.signal_P & ~trained_P).sum())
@@ -301,11 +302,12 @@ def _log_batch(self: GroupCollector, rollout: Rollout, kept: int):
         return
     names = [m if isinstance(m, str) else getattr(m, "__name__", "?") for m in self.config.metrics]
     prompts, held, target = rollout.num_groups, self.num_held, self.train_batch_size
-    batch = self.tally["batches"]
+    batch, rule = self.tally["batches"], self.config.rule_name
     log.info(f"Generated batch {batch}, {prompts} prompts, {len(rollout)} trajectories")
     log.info(f"Filter groups enabled, metric={','.join(names) or self.config.rule_name}")
-    log.info(f"Filtered: {prompts - kept} prompts with std=0 ({1 - kept / prompts:.1%})")
-    log.info(f"Kept: {kept} prompts with std>0")
+    by = (f" by rule {rule!r}", "") if rule not in _VARY else (" with std=0", " with std>0")
+    log.info(f"Filtered: {prompts - kept} prompts{by[0]} ({1 - kept / prompts:.1%})")
+    log.info(f"Kept: {kept} prompts{by[1]}")
     if held != kept:
         log.info(f"Accumulated: {held} prompts")
     sign = "<" if held < target else ">="

@@ -241,7 +241,7 @@ def _run_study(spec: Spec, executor: Executor | None) -> Study:
         mine = [r for r in results if r["variant"] == name]
         if all(r["status"] != "done" for r in mine):
             raise FailedRun(
-                f"Every run of {name!r} failed; the first one: {mine[0]['error'].strip()}\nThe results of the others are "
+                f"Every run of {name!r} failed; the first one: {mine[0]['error'].strip().splitlines()[-1]}\nThe results of the others are "
                 f"kept in {spec.dir}, and the same call trains only what failed."
             )
     return Study(spec.tree(), results, environment(spec.seeds))

@@ -116,7 +116,7 @@ def show_table(
     return _Shown(_table(frame, caption, height), frame.to_string())
 
 # %% ../../nbs/lab/03_display.ipynb #4e654d90
-def _samples(rollout: Rollout, advantages: Tensor | None = None):
+def _samples(rollout: Rollout, advantages: Tensor | None = None, weights=None):
     "A DataFrame of samples; advantages are those of plain GRPO unless given."
     import pandas as pd
 
@@ -127,7 +127,7 @@ def _samples(rollout: Rollout, advantages: Tensor | None = None):
     if advantages is None:
         advantages = compute_advantages(rollout.rewards, rollout.group_N).values
         advantages = advantages.mean(1) if advantages.ndim == 2 else advantages
-    return pd.DataFrame(sample_table(rollout, advantages))
+    return pd.DataFrame(sample_table(rollout, advantages, weights))
 
 # %% ../../nbs/lab/03_display.ipynb #88e23ca1
 @patch
@@ -135,7 +135,7 @@ def samples(self: GRPO):
     "Samples of the last step as a DataFrame, one column per reward."
     if self.last is None:
         raise ValueError("There are no samples of a last step: call fit() or step() first.")
-    return _samples(*self.last[:2])
+    return _samples(*self.last[:2], self.weights)
 
 # %% ../../nbs/lab/03_display.ipynb #89844065
 def _group(samples, place: int | None = None) -> str:

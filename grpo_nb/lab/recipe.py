@@ -71,10 +71,16 @@ class TasksConfig(StreamConfig):
     "Tasks to train and to evaluate on."
 
     train: str | None = "data:tasks/middle_train.jsonl"  # file, or "data:NAME" in data/
-    eval: str | dict[str, str] | None = "data:tasks/middle_eval.jsonl"  # file, or {name: file}
+    # file, or {name: file}; the embedded ones only beside the embedded `train`
+    eval: str | dict[str, str] | None = "data:tasks/middle_eval.jsonl"
     prompt: str = "prompt"  # name of the prompt column
     tasksets: list | None = None  # several tasksets instead of `train`: {name, path, selector, ...}
     shares: Any = "size"  # how they are mixed, see `TasksetScheduler`
+
+    def __post_init__(self):
+        own = self.tasksets or self.train != TasksConfig.train
+        if own and self.eval == TasksConfig.eval:  # other tasks than were trained on
+            self.eval = None
 
 
 @configuration
@@ -489,7 +495,10 @@ def _read_checkpoint(path: str | Path) -> tuple[Path, dict]:
     inside = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     folder = root if (root / MANIFEST).exists() else latest(inside)
     if folder is None:
-        raise ValueError(f"No whole checkpoint in {str(path)!r}: name the folder of a run.")
+        raise ValueError(
+            f"No whole checkpoint in {str(path)!r}: name the folder of a run. That of a model is scored by "
+            "GRPO(folder, tasks, rewards, eval_tasks=held_out).evaluate()."
+        )
     told, now = _check_seal(folder)["versions"], versions()
     if odd := [f"{k} {v} -> {now.get(k)}" for k, v in told.items() if now.get(k) != v]:
         warnings.warn(

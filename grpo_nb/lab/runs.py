@@ -285,7 +285,7 @@ def _judge(trainer, base: GRPOConfig, overrides: Mapping[str, Any]) -> Callable[
     "How a run is evaluated: by its trainer, or by the rewards of the base if the variant changes them."
     if getattr(trainer, "eval_tasks", trainer) is None:
         raise ValueError(
-            "The trainer has no held-out tasks: pass evaluate=f(trainer) -> {name: score}."
+            "The trainer has no held-out tasks: set tasks.eval, or pass evaluate=f(trainer) -> {name: score}."
         )
     if not any(map(REWARD_KEYS.match, overrides)):
         return trainer.evaluate

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -303,7 +303,9 @@ def on_step_end(self: _Session, trainer: GRPO, row: Mapping):
         else:
             rollout, advantages, report = trainer.last
             if c.samples_every and (step % c.samples_every == 0 or step == 1):
-                self.run.log_samples(step, sample_table(rollout, advantages), c.samples_rows)
+                self.run.log_samples(
+                    step, sample_table(rollout, advantages, trainer.weights), c.samples_rows
+                )
             if report.reason:
                 self.run.event("kl_stop", step=step, reason=report.reason)
     if self.bar is not None:
@@ -313,6 +315,7 @@ def on_step_end(self: _Session, trainer: GRPO, row: Mapping):
 def sample_table(
     rollout: Rollout,  # with rewards
     advantages: Tensor,  # (N,) or (N, S)
+    weights: Sequence[float] | None = None,  # one per component; None: all 1
 ) -> dict[str, list]:
     "Columns for the table of samples."
     r, advantage_N = rollout, advantages
@@ -327,7 +330,8 @@ def sample_table(
         "length": r.lengths_N.tolist(),
     }
     columns |= {f"rewards/{k}": reward_NR[:, i].tolist() for i, k in enumerate(r.reward_names)}
-    columns["reward"] = reward_NR.nansum(1).tolist()
+    w_R = 1.0 if weights is None else reward_NR.new_tensor(weights)
+    columns["reward"] = (reward_NR * w_R).nansum(1).tolist()
     logged = r.info.get("logged", ())
     columns |= {
         k: [row.get(k) for row in logged] for k in dict.fromkeys(k for x in logged for k in x)

@@ -218,14 +218,18 @@ def _with_vocabulary(tokenizer):
 def _warn_of_unseen(
     tokenizer,
     texts: list[str],
-    seen: set[str],  # characters that were looked at before
+    seen: set[str],  # what was looked at before
 ) -> set[str]:  # those that are new
-    "Characters for which the tokenizer has no token are told once; one that knows whole words has none."
-    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    text = "" if type(model).__name__ == "WordLevel" else "".join(texts)
+    "Characters for which the tokenizer has no token are told once; of one that knows whole words, words."
+    text = " ".join(texts)
     for mark in {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}:
         text = text.replace(mark, "")
-    new = {c for c in set(text) - seen if c.isprintable() and not c.isspace()}
+    inside = getattr(tokenizer, "backend_tokenizer", None)
+    parts = text
+    if type(getattr(inside, "model", None)).__name__ == "WordLevel":
+        split = inside.pre_tokenizer
+        parts = [w for w, _ in split.pre_tokenize_str(text)] if split else []
+    new = {c for c in set(parts) - seen if c.isprintable() and not c.isspace()}
     ids = lambda c: set(tokenizer(c, add_special_tokens=False).input_ids)
     if lost := [c for c in sorted(new) if ids(c) <= {tokenizer.unk_token_id}]:
         what = ", ".join(map(repr, lost[:9]))
