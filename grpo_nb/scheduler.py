@@ -364,9 +364,8 @@ def make_stream(
     if config.selector is None and config.epochs is None and config.operators is None:
         return TaskStream(tasks, seed, config.shuffle)
     selector = config.selector or ("shuffle" if config.shuffle else "sequential")
-    if not callable(selector):
-        selector = {"selector_type": selector} if isinstance(selector, str) else selector
-        selector = {"seed": seed} | dict(selector)
+    selector = selector if isinstance(selector, Mapping) else {"selector_type": selector}
+    selector = {"seed": seed} | dict(selector)
     operators = ["pass_rate_calculator"] if config.operators is None else config.operators
     named, end = {getattr(tasks, "name", "tasks"): tasks}, config.epochs
     return TasksetScheduler(named, batch_size, [selector], end, seed=seed, operators=operators)

@@ -208,8 +208,12 @@ def make_selector(
     | None = None,  # None is `sequential`; a class, or a function (selector, batch_size)
 ) -> BaseSelector:
     "The selector a config names; a function becomes the `pick` of a selector. Nothing is imported by name."
-    own = SELECTORS.resolve(config) if callable(config) else None
-    config = TaskSelectorConfig.of(own[0] if own else config)
+    config = (
+        config if isinstance(config, Mapping) or not callable(config) else {"selector_type": config}
+    )
+    own = config.get("selector_type") if isinstance(config, Mapping) else None
+    own = SELECTORS.resolve(own) if callable(own) else None
+    config = TaskSelectorConfig.of({**config, "selector_type": own[0]} if own else config)
     name, kind = own or SELECTORS.resolve(config.selector_type)
     if not isinstance(kind, type):
         kind = type(name, (BaseSelector,), {"pick": kind})

@@ -178,7 +178,7 @@ def test_a_stream_that_ends_counts_what_is_left_and_nothing_trained_is_an_error(
     rows = data_path("tasks/easy_train.jsonl").read_text().splitlines()[:10]
     (tmp_path / "ten.jsonl").write_text("\n".join(rows))
     options = [
-        f"tasks.tasksets=[{{path: {tmp_path}/ten.jsonl, name: ten}}]", "tasks.epochs=1",
+        f"tasks.tasksets=[{{path: {tmp_path}/ten.jsonl, name: ten}}]", "tasks.epochs=1", "tasks.eval=data:tasks/easy_eval.jsonl",
         f"train_batch_size={size}", "num_generations=2", "eval.limit=2", "eval.samples=1",
         "policy.max_new_tokens=4", "run.progress=false", f"run.dir={tmp_path}/run",
     ]  # fmt: skip

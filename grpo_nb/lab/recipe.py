@@ -297,9 +297,7 @@ def _complete_entry(entry: Mapping, config: GRPOConfig) -> dict:
     entry.setdefault("prompt", config.tasks.prompt)
     order = "shuffle" if config.tasks.shuffle else "sequential"
     selector = entry.get("selector") or config.tasks.selector or order
-    if callable(selector):
-        return entry | {"selector": selector}
-    selector = {"selector_type": selector} if isinstance(selector, str) else dict(selector)
+    selector = dict(selector) if isinstance(selector, Mapping) else {"selector_type": selector}
     several = len(config.tasks.tasksets or ()) > 1  # equal seeds would shuffle equal sizes alike
     seed = seed_of(config.seed, "selector", entry["name"]) if several else config.seed
     return entry | {"selector": {"seed": seed} | selector}

@@ -228,7 +228,8 @@ def _warn_of_unseen(
     parts = text
     if type(getattr(inside, "model", None)).__name__ == "WordLevel":
         split = inside.pre_tokenizer
-        parts = [w for w, _ in split.pre_tokenize_str(text)] if split else []
+        known = split is not None and tokenizer.unk_token_id is not None
+        parts = [w for w, _ in split.pre_tokenize_str(text)] if known else []
     new = {c for c in set(parts) - seen if c.isprintable() and not c.isspace()}
     ids = lambda c: set(tokenizer(c, add_special_tokens=False).input_ids)
     if lost := [c for c in sorted(new) if ids(c) <= {tokenizer.unk_token_id}]:

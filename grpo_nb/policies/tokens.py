@@ -503,7 +503,7 @@ def sample(
         info["greedy"] = torch.ones_like(info["truncated"])
     info["prompt_end"] = [ends[i] for i in index_N.tolist()]  # a tag that it leaves open
     named, texts = [t for t in tasks for _ in range(num_generations)], self.decode(token, mask)
-    return Rollout(index_N, named, states, mask, logp, outputs=texts, info=info)
+    return Rollout(index_N, named, states, mask, old_logp_NS=logp, outputs=texts, info=info)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #3a75e372
 @patch
