@@ -7,10 +7,9 @@ __all__ = ['HOOKS', 'Paused', 'EndOfTasks', 'check_callbacks']
 
 # %% ../nbs/method/02_callbacks.ipynb #e424288a
 import functools
-import inspect
 from collections.abc import Sequence
 
-from .config import unknown_name
+from .config import check_call, unknown_name
 
 # %% ../nbs/method/02_callbacks.ipynb #daa85111
 HOOKS = {  # moment: what a callback is told besides the trainer
@@ -87,21 +86,5 @@ def check_callbacks(
                 f"{', '.join(HOOKS)}."
             )
         for name, method in hooks.items():
-            _check_call(method, f"{where}.{name}", ("trainer", *HOOKS[name]))
+            check_call(method, f"{where}.{name}", ("trainer", *HOOKS[name]))
     return list(callbacks)
-
-# %% ../nbs/method/02_callbacks.ipynb #41284e26
-def _check_call(f, where: str, arguments: tuple[str, ...]):
-    "Refuse a function that these arguments do not fit."
-    if not callable(f):
-        raise ValueError(f"{where} must be a method, got {f!r}.")
-    try:
-        signature = inspect.signature(f)
-    except (ValueError, TypeError):  # some built-in functions do not tell
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError as e:
-        raise ValueError(
-            f"{where} is called with ({', '.join(arguments)}), but takes {signature}: {e}."
-        ) from None

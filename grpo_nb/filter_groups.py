@@ -19,8 +19,8 @@ import pydantic
 import torch
 from torch import Tensor
 
-from .config import NonNegative, Natural, Share, check_number, configuration, one_of
-from .config import unknown_name
+from .config import NonNegative, Natural, Share, check_call, check_number, configuration
+from .config import one_of, unknown_name
 from .core import Groups, GroupStats, Registry, Rollout
 from .core import group_centre, group_stats, masked_sum, weighted_sum
 
@@ -209,6 +209,7 @@ def resolve_metric(
     if column is None and metric in _TOTALS:
         return total_reward(rollout, weights)
     if callable(metric):
+        check_call(metric, "filter_groups.metric", ("rollout",))
         column, values = getattr(metric, "__name__", "?"), metric(rollout)
     else:
         check_metrics([metric], names, info)

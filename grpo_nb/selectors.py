@@ -22,6 +22,7 @@ from grpo_nb.config import (
     NonNegative,
     Share,
     build_config,
+    check_call,
     check_number,
     configuration,
     unknown_name,
@@ -216,6 +217,7 @@ def make_selector(
     config = TaskSelectorConfig.of({**config, "selector_type": own[0]} if own else config)
     name, kind = own or SELECTORS.resolve(config.selector_type)
     if not isinstance(kind, type):
+        check_call(kind, f"selector {name!r}", ("selector", "batch_size"))
         kind = type(name, (BaseSelector,), {"pick": kind})
     if not issubclass(kind, BaseSelector):
         raise ValueError(

@@ -97,7 +97,7 @@ def open_tasks(
     table = hasattr(source, "to_dict") or hasattr(source, "column_names")
     if isinstance(source, (str, os.PathLike)) or table and not isinstance(source, Taskset):
         return Taskset.load(source, prompt=prompt)
-    listed = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    listed = hasattr(type(source), "__len__") and hasattr(type(source), "__getitem__")
     if (
         listed
         and not isinstance(source, Mapping)
@@ -134,6 +134,9 @@ def check_tasks(
                 raise ValueError(f"{where(i)}: {fault}")
         if encode is None:
             continue
+        if odd := [i for i, t in enumerate(part) if not hasattr(t, "prompt")]:
+            got = part[odd[0]]
+            raise ValueError(f"{where(start + odd[0])}: a task has a prompt, got {got!r:.60}.")
         try:
             encode([t.prompt for t in part])
         except Exception:

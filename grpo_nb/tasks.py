@@ -248,13 +248,13 @@ def _rows_of(
 ) -> tuple[Any, str]:  # the rows, and what to call them
     "Choose the row class for a source."
     if isinstance(source, (str, os.PathLike)):
-        path, embedded = Path(source), str(source).startswith("data:")
+        path, embedded = Path(source).expanduser(), str(source).startswith("data:")
         if embedded or not (path.exists() or path.is_absolute()):
             try:
                 path = data_path(str(source).removeprefix("data:"))
             except ValueError:
                 raise ValueError(
-                    f"No file {source}, neither here ({Path.cwd()}) nor in the embedded data."
+                    f"No file {str(source)!r}, neither here ({Path.cwd()}) nor in the embedded data."
                 ) from None
         if path.suffix in (".jsonl", ".ndjson"):
             return _JsonlRows(path), path.stem

@@ -38,7 +38,7 @@ from .reward_runner import RewardConfig, RewardRunner
 from .rewards import passing_rewards
 from .scheduler import make_stream
 from .stream import SMALL, StreamConfig, check_tasks, open_tasks
-from .tasks import Task
+from .tasks import Task, Taskset
 from .update import UpdateConfig, UpdateReport, rollout_logp, update
 
 # %% ../nbs/method/04_trainer.ipynb #ae43e5c6
@@ -143,6 +143,9 @@ def sample(
     tasks: list | int,  # tasks, or how many of the stream
 ) -> Rollout | None:  # without rewards; None at the end of the stream
     "G samples of each task."
+    if not isinstance(tasks, int) and hasattr(self.policy, "encode_all"):
+        rows = [*tasks] and all(isinstance(t, Mapping) for t in tasks)
+        tasks = Taskset.load([*tasks], id="passed")[:] if rows else tasks
     try:
         tasks = self.stream.read(tasks) if isinstance(tasks, int) else tasks
     except StopIteration:
@@ -389,6 +392,7 @@ def __init__(
     self.config = c = _make_config(config, self.config_class)
     self.callbacks = check_callbacks(callbacks)
     parts = {"policy": policy, "tasks": tasks, "rewards": rewards, "eval_tasks": eval_tasks}
+    parts["reference"] = reference
     self.given = {k: v for k, v in parts.items() if k not in opened}  # objects of one's own
     self.policy = policy = _make_policy(policy, c)
     self.rewards = _make_runner(rewards, c)
@@ -400,6 +404,10 @@ def __init__(
     self.reference = None if reference is None else _make_policy(reference, c)
     if reference is None and (c.update.needs_reference or c.rewards.kl_in_reward):
         self.reference = policy.copy()
+    if self.reference is policy:
+        raise ValueError(
+            "The reference is the policy itself, so the KL to it is always 0: leave it out, or give a copy."
+        )
     for each in (policy, self.reference):
         if hasattr(each, "shard"):
             each.shard()
@@ -494,7 +502,7 @@ def _check_setup(self: GRPO):
     dataclasses.replace(c.update)  # its sections still fit together, whoever set them
     check_layouts(functions, getattr(self.policy, "parser", None))
     sets = getattr(self.stream, "tasksets", [getattr(self.stream, "tasks", ())])
-    held_out = _parts(self.eval_tasks, 1) if self.eval_tasks else {}
+    held_out = {} if self.eval_tasks is None else _parts(self.eval_tasks, 1)
     for some in ([t[0] for t in sets if len(t)], [t for part in held_out.values() for t in part]):
         if some:  # else nobody can look at them before they are drawn
             self.rewards.check_tasks(some)
@@ -711,6 +719,8 @@ def load_state_dict(
 @patch
 def _check_state(self: GRPO, state: Mapping[str, Any]):
     "Refuse the state of another kind of run."
+    if not isinstance(state, Mapping) or not {"policy", "optimizer", "trainer"} <= state.keys():
+        raise ValueError("This is no state of a trainer, as state_dict() or read_state gives it.")
     for part, have in (("reference", self.reference), ("collector", self.collector)):
         if (part in state) != (have is not None):
             has = "has" if part in state else "has no"

@@ -504,6 +504,8 @@ def _check(c, policy, rollout, advantages, reference, generator):
 # %% ../nbs/method/02_update.ipynb #c67dee92
 def _check_policy(c, policy):
     "Refuse options that the policy or this loop does not offer."
+    if not torch.is_grad_enabled():
+        raise ValueError("Gradients are off (torch.no_grad, inference_mode): train outside of it.")
     if c.loss.entropy_coef and not hasattr(policy, "logp_entropy"):
         raise ValueError(
             f"loss.entropy_coef={c.loss.entropy_coef:g} needs a policy that offers logp_entropy(rollout) -> (logp, entropy), both "

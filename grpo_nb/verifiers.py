@@ -91,7 +91,10 @@ class _AnswerFinder:
 
     def __call__(self, completion: Any, columns: Mapping = {}) -> str | None:
         "The answer that a completion gives; None = there is none."
-        return self.way(_with_open_tag(completion, columns))
+        found = self.way(_with_open_tag(completion, columns))
+        if found is not None and not isinstance(found, str):
+            raise ValueError(f"extract must return text or None, got {_shown(found)}.")
+        return found
 
     def reference(self, text: str) -> str:
         "The answer in a reference; one without tag or marker is the answer, and a function of yours is not asked."

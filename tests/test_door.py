@@ -138,7 +138,7 @@ def test_the_record_says_what_ran_and_load_makes_it_again_or_asks(case, tmp_path
     assert written["policy"]["model"].startswith("<passed: " if "policy" in asked else "data:tiny")
     told = json.loads((run.dir / "environment.json").read_text())["parts"]
     assert told["policy"]["parameters"] == 860_160 and "8 tasks" in told["tasks"]["tasks"][0]
-    assert list(told["rewards"]) == trainer.rewards.components
+    assert list(told["rewards"]) == trainer.rewards.components and told["optimizer"] == "AdamW"
     if asked:
         with pytest.raises(ValueError, match=f"GRPO.load\\(path, {'=..., '.join(asked)}=...\\)"):
             GRPO.load(run.dir)
@@ -198,12 +198,14 @@ def all_groups(rollout, config):
 
 def test_functions_of_a_run_are_passed_again_or_replaced(tmp_path, policy):
     keys = {"advantage.mode": halves, "filter_groups.rule": all_groups}
-    GRPO(policy, ROWS, RIGHT, SMALL | keys | {"run.dir": tmp_path / "run"}).fit(1).close()
+    made = SMALL | keys | {"run.dir": tmp_path / "run"}
+    GRPO(policy, ROWS, RIGHT, made, callbacks=[lambda t, row: None]).fit(1).close()
     load = functools.partial(GRPO.load, tmp_path / "run", policy=policy, tasks=ROWS, rewards=RIGHT)
     with pytest.raises(ValueError, match="{'advantage.mode': function}"):
         load()
     named = ["advantage.mode=grpo", "filter_groups.rule=all_components"]
-    assert load(named).config.advantage.mode == "grpo"
+    with pytest.warns(UserWarning, match="callbacks of the run are not called: .*lambda"):
+        assert load(named).config.advantage.mode == "grpo"
     assert load(keys).fit().step_done == 2
 
 
@@ -324,8 +326,11 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
     for reward in (even, [even], {"even": even}, lambda completions, **k: even(completions)):
         assert GRPO(policy, ROWS, reward, SMALL).rewards.components in (["even"], ["reward"])
     own = lambda rewards, group_ids: rewards - rewards.mean()
-    nested = {"optimizer": {"lr": 1e-5}, "advantage.mode": own}
-    assert GRPO(policy, ROWS, even, SMALL | nested).config.optimizer.lr == 1e-5
+    nested = {"optimizer.min_lr_ratio": 0.5, "optimizer": {"lr": 1e-5}, "advantage.mode": own}
+    trainer = GRPO(policy, ROWS, even, SMALL | nested | {"optimizer.schedule": "cosine"})
+    rate = trainer.config.optimizer
+    assert (rate.lr, rate.min_lr_ratio, rate.schedule) == (1e-5, 0.5, "cosine")
+    assert trainer.sample(ROWS[:2]).tasks[0]["answer"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -347,6 +352,18 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
         (lambda p: GRPO(p, ROWS, RIGHT, "r.yaml"), "load_config reads a recipe"),
         (lambda p: GRPO(p, len, RIGHT), "got builtin_function_or_method"),
         (lambda p: GRPO(model=p, reward_funcs=even, train_dataset=ROWS), "takes policy, .*: model is policy, reward_funcs is rewards, train_dataset is tasks here"),
+        (lambda p: GRPO(p, ROWS, RIGHT, reference=p), "reference is the policy itself"),
+        (lambda p: GRPO(p, dict, RIGHT), "or a stream with read.n.; got type"),
+        (lambda p: GRPO(p, "a\nb", RIGHT), r"No file 'a\\nb'"),
+        (lambda p: GRPO(p, ROWS, RIGHT, {"tasks.selector": lambda n: [0]}), "is called with .selector, batch_size., but takes"),
+        (lambda p: GRPO(p, ROWS, RIGHT, SMALL).evaluate(ROWS, 2, k=3), "k of pass@k must be"),
+        (lambda p: GRPO(p, ROWS, RIGHT, SMALL).step(["1+1="]), "task 0: a task has a prompt, got '1"),
+        (lambda p: GRPO(p, ROWS, RIGHT, SMALL).load_state_dict({}), "no state of a trainer"),
+        (lambda p: GRPO(p, ROWS, RIGHT, SMALL).save(""), "Where to"),
+        (lambda p: torch.no_grad()(GRPO(p, ROWS, lambda completions: [*range(len(completions))], SMALL).step)(), "Gradients are off"),
+        (lambda p: TokenPolicy("x", p.tokenizer), "got str. TokenPolicy.from_pretrained takes names"),
+        (lambda p: TokenPolicy(p.model, p.tokenizer, engine=3), "engine is a mapping .kind: vllm"),
+        (lambda p: exact_answer(extract=len)(completion="x", answer="1"), "extract must return text or None, got int 1"),
         (lambda p: GRPO.from_config({}, processing_class=3), r"is policy=\(model, tokenizer\) here"),
         (lambda p: GRPO(p, ROWS), "Rewards are a function, .* got a NoneType"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"tasks.selector": dict}), "selector 'dict' is no selector class"),

@@ -333,7 +333,8 @@ def test_a_relative_folder_is_that_where_the_trainer_was_made_and_lost_rows_are_
     lines = path.read_text().splitlines(keepends=True)
     path.write_text(lines[0] + lines[2])
     os.chdir(tmp_path)
-    again = GRPO.load("r", rewards={"thirds": thirds})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    again = GRPO.load("~/r", rewards={"thirds": thirds})
     os.chdir("/")
     with pytest.warns(UserWarning, match="its metrics have 2 rows of 3 steps"):
         again.fit(1).close()

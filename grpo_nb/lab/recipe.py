@@ -489,7 +489,7 @@ GRPO.accompany(_refuse_late_keys, first=True)
 # %% ../../nbs/lab/03_recipe.ipynb #eca4d734
 def _read_checkpoint(path: str | Path) -> tuple[Path, dict]:
     "The newest whole checkpoint there, and its state; see `load`."
-    root = Path(path)
+    root = Path(path).expanduser()
     inside = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     folder = root if (root / MANIFEST).exists() else latest(inside)
     if folder is None:
@@ -544,6 +544,9 @@ def load(
 # %% ../../nbs/lab/03_recipe.ipynb #5e1f0c3a
 def _check_same_parts(stored: Mapping, now: Mapping, given: Sequence[str]) -> None:
     "Refuse to go on with other tasks or another tokenizer than those of the run, unless they are passed or set."
+    if stored.get("callbacks") and not now["callbacks"]:
+        said = f"callbacks of the run are not called: {', '.join(stored['callbacks'])}"
+        warnings.warn(f"The {said}. GRPO.load(path, callbacks=[...]) passes them.", stacklevel=3)
     for part, what in (("policy", "tokenizer"), ("tasks", "tasks")):
         before, after = stored.get(part, {}).get(what), now[part].get(what)
         if before in (None, after):

@@ -97,7 +97,7 @@ class Run:
     status_every = 10.0  # seconds between updates of status.json while rows are logged
 
     def __init__(self, dir: str | Path):
-        self.dir = Path(dir).absolute()
+        self.dir = Path(dir).expanduser().absolute()
         self._lock = self._last = None
         self._files, self._mirrors, self._warned, self._secrets = {}, [], set(), []
         self._changed = {}  # keys of the configuration that are known to differ
@@ -159,7 +159,7 @@ def _write_tree(path: Path, tree: Mapping) -> None:
 @patch(cls_method=True)
 def open(cls: Run, dir: str | Path) -> Run:
     "A run that exists; nothing is locked or written before something is logged to it."
-    dir = Path(dir)
+    dir = Path(dir).expanduser()
     if not _is_run(dir):
         if theirs := next((run for read in cls.readers if (run := read(dir))), None):
             return theirs
@@ -502,7 +502,7 @@ def create(
     writable("run.dir", dir, make=False)
     mirrors = [_Wandb(wandb)] if wandb else []
     mirrors += [_TensorBoard()] if tensorboard else []
-    dir, given = Path(dir), plain({} if config is None else config)
+    dir, given = Path(dir).expanduser(), plain({} if config is None else config)
     if not isinstance(given, dict):
         raise ValueError(f"A configuration is a mapping or a dataclass, got {given!r}.")
     config, parts = hide_secrets(given), {} if parts is None else {"parts": plain(parts)}

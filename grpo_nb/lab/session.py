@@ -129,7 +129,12 @@ class _Session:
         "Whether the configuration names a run that `fit` is going to load."
         c = self.setting("run")
         named = self.run is None and c.if_exists == "resume" and c.dir
-        return bool(named) and self.resumed_run is None and _is_run(self.home / c.dir)
+        return bool(named) and self.resumed_run is None and _is_run(self.folder)
+
+    @property
+    def folder(self) -> Path:
+        "Where the record is, or will be."
+        return self.home / Path(self.resumed_run or self.setting("run").dir or "").expanduser()
 
     @property
     def _between_batches(self) -> bool:
@@ -351,6 +356,9 @@ def _part_facts(trainer: GRPO) -> dict[str, Any]:
             _task_facts(t) for t in (held.values() if isinstance(held, Mapping) else [held])
         ],
         "rewards": dict(zip(trainer.rewards.components, trainer.weights)),
+        "reference": _policy_facts(trainer.reference) if trainer.given.get("reference") else None,
+        "optimizer": type(trainer.optimizer).__name__,
+        "callbacks": [_function_name(f) for f in trainer.callbacks],
     }
 
 
@@ -530,12 +538,11 @@ def _open_run(self: _Session) -> Mapping | None:  # the state that was loaded
     trainer, state, c = self.trainer, None, self.setting("run")
     if self.run is not None and self.closed:
         self.resumed_run, self.run = self.run.dir, None
-    folder = self.resumed_run or c.dir
     if self.run is not None:
         self._note_changes()
-    if self.run is not None or not folder:
+    if self.run is not None or not (self.resumed_run or c.dir):
         return None
-    folder, again = self.home / folder, self.resumed_run is not None or self.to_resume
+    folder, again = self.folder, self.resumed_run is not None or self.to_resume
     tree = _described(trainer)
     if again:  # how the record is kept is no part of what is compared
         tree["run"] = Run.open(folder).config.get("run", tree.get("run"))
@@ -578,7 +585,7 @@ def save(
         raise ValueError(
             "A step is under way: save after it (on_step_end), or load the last checkpoint if it was broken off."
         )
-    if root is None:
+    if not root:
         self.open_run()
         if of_first(lambda: session.run is None):
             raise ValueError("Where to? Give save() a folder, or set run.dir.")
@@ -602,7 +609,7 @@ def save(
 def _write(self: _Session, state: dict, root: str | Path | None) -> Path:
     "Write a state with what says where it comes from."
     trainer, own = self.trainer, self.run and self.run.dir / "checkpoints"
-    if root is None:
+    if not root:
         self.run.flush()  # no checkpoint without the rows before it
     state["trainer"]["config"] = hide_secrets(plain(_described(trainer)))
     state["trainer"]["parts"] = _part_facts(trainer)

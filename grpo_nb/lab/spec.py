@@ -260,7 +260,7 @@ def plan_runs(
     }
     functions = cloudpickle.dumps((spec.make, spec.evaluate, registered(), own, os.getpid()))
     metrics = (spec.metric, *spec.lower_is_better)
-    folder = spec.dir and str(spec.dir)
+    folder = spec.dir and os.path.expanduser(spec.dir)
     job = lambda phase, n, seed, values, *rest: Job(
         phase,
         n,

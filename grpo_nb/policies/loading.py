@@ -315,8 +315,14 @@ def _check_extras(model: nn.Module, config):
 
 # %% ../../nbs/method/02_policies.loading.ipynb #f6681bf7
 def _unwrap_peft(model: nn.Module) -> nn.Module:
-    "The model inside a PeftModel, with its adapters; other models as they are."
+    "The model inside a PeftModel; with its adapters; other models as they are; what is no model is refused."
     if not hasattr(model, "get_base_model"):
+        head = getattr(model, "get_output_embeddings", lambda: None)
+        if isinstance(model, type) or head() is None:
+            raise ValueError(
+                f"A policy is a model's name or folder, a causal LM of transformers, (model, tokenizer), or an object with sample "
+                f"and logp; got {type(model).__name__}. TokenPolicy.from_pretrained takes names."
+            )
         return model
     inner = model.get_base_model()
     if model.active_peft_config.is_prompt_learning or not _has_adapters(inner):

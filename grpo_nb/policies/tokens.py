@@ -154,6 +154,10 @@ _ENGINES = {"vllm": ("grpo_nb.integrations.vllm", "VLLM")}  # imported when aske
 def _open_engine(engine: Any):
     "The engine of {kind: vllm, url: ...}, once it answers; an engine or None as they are."
     if not isinstance(engine, Mapping):
+        if engine is not None and not hasattr(engine, "attach"):
+            raise ValueError(
+                f"engine is a mapping {{kind: vllm, url: ...}} or null, got {engine!r}."
+            )
         return engine
     module, name = _ENGINES[one_of("policy.engine.kind", engine.get("kind"), _ENGINES)]
     options = {k: v for k, v in engine.items() if k != "kind"}
@@ -774,10 +778,5 @@ def as_policy(
         return TokenPolicy.from_pretrained(x, **options)
     if isinstance(x, (tuple, list)) and len(x) == 2:
         x, tokenizer = x
-    has_head = hasattr(x, "get_output_embeddings") and x.get_output_embeddings() is not None
-    if not has_head and not hasattr(x, "get_base_model"):
-        raise ValueError(
-            f"A policy is a model's name or folder, a causal LM of transformers, (model, tokenizer), or an object with sample "
-            f"and logp; got {type(x).__name__}."
-        )
+    x = _unwrap_peft(x)
     return TokenPolicy(x, _load_tokenizer(x) if tokenizer is None else tokenizer, **options)
