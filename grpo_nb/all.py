@@ -13,6 +13,9 @@ from .core import Groups, Policy, Registry, Rollout, concat, group_stats, masked
 from .core import masked_sum, minibatches, seeded
 from .filter_groups import RULES, FilterGroupsConfig, keep_groups, recommend
 from .filter_groups import resolve_metric, varies
+from .integrations.from_trinity import config_from_trinity
+from .integrations.from_trl import config_from_trl
+from .integrations.from_verl import config_from_verl
 from .losses import POLICY_LOSSES, LossConfig, kl_penalty, policy_loss
 from .policies.diffusion import DiffusionPolicy
 from .policies.samplers import ddim_sampler, ddpm_sampler, flow_sampler

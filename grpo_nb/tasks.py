@@ -206,8 +206,8 @@ def _prompt_of(row: Mapping, prompt: str | Callable[[dict], Any]) -> str | list[
         return check_prompt(prompt(row))
     if prompt not in row:
         raise ValueError(
-            f"no field {prompt!r}; the row has {', '.join(row) or 'none'}. Name the field that holds the prompt, as in "
-            "prompt='question'."
+            f"no field {prompt!r}; the row has {', '.join(row) or 'none'}. Name the field that holds the prompt: "
+            "prompt='question' of Taskset.load, or the key tasks.prompt."
         )
     return check_prompt(row[prompt])
 

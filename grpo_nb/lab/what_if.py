@@ -16,7 +16,7 @@ import torch
 from fastcore.basics import patch
 
 from ..advantages import AdvantageConfig, compute_advantages
-from ..config import one_of
+from ..config import build_config, one_of
 from ..files import read_jsonl
 from ..filter_groups import expected_gen_batches, varies
 from .plots import COLORS, make_figure
@@ -140,6 +140,7 @@ def what_if(
     stored = {"advantage": "stored"} if "advantage" in frame else {}
     frame = frame.rename(columns=stored).assign(reward=frame[names].sum(axis=1))
     for arm, config in arms.items():
+        config = build_config(AdvantageConfig, config)
         values = [_advantages(part, names, config) for _, part in frame.groupby("step", sort=False)]
         frame[arm] = np.concatenate(values)
     return WhatIf(frame, names, [*stored.values(), *arms], filter_groups or "reward")
