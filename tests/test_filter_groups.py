@@ -485,3 +485,20 @@ def test_warnings_come_once_and_survive_a_resume(caplog):
         d.collect(Script([DEAD, DEAD]))
     assert len(caplog.messages) == 2 == len(d.warnings)
     assert "all samples are right" in d.warnings["all filtered: all_high"]
+
+
+def test_a_rule_of_ones_own_is_logged_and_counted_as_one(caplog):
+    "It keeps a constant group and drops one that varies, and nothing says std."
+
+    def calm(rollout, config):
+        return torch.tensor([True, False])
+
+    c = GroupCollector(FilterGroupsConfig(rule=calm), 1)
+    c.begin()
+    with caplog.at_level(logging.INFO, "grpo_nb.collector"):
+        c.add(rollout_of(["a", "a", "b", "b"], [1.0, 1.0, 0.0, 1.0]))
+    said = [r.getMessage() for r in caplog.records]
+    assert "Filtered: 1 prompts by rule 'calm' (50.0%)" in said and "Kept: 1 prompts" in said
+    assert c.tally["kept_without_signal"] == c.tally["dropped_with_signal"] == 1
+    (step,) = parse_filter_logs("\n".join(said))[1]["steps"]
+    assert step["kept"] == 1
