@@ -23,11 +23,11 @@ from grpo_nb.losses import (
     LossConfig,
     apply_mask,
     kl_penalty,
+    minibatch_counts,
     policy_loss,
     report,
     _sampling_metrics,
     sampling_ratio,
-    window_counts,
 )
 from .processes import add_up, gather, place, whole
 
@@ -58,16 +58,18 @@ def update(
         out.planned = c.num_epochs * len(parts)
         for i, part in enumerate(parts):  # an optimizer step each
             _drop_gradients(policy)
-            window = window_counts(batch["mask"][part], batch["kl_mask"][part], c.loss.count_empty)
+            counts = minibatch_counts(
+                batch["mask"][part], batch["kl_mask"][part], c.loss.count_empty
+            )
             seen = []
             for micro in _passes(c, policy, rollout, part, batch["skipped"]):
                 piece = rollout[micro]
                 logp_NS, entropy_NS = _logp_and_entropy(c, policy, piece)
                 x = _rows(batch, micro, logp_NS.device)
-                # ratio to the anchor, clip, KL term, share of the window
+                # ratio to the anchor, clip, KL term, share of the minibatch
                 loss, metrics = policy_loss(
                     logp_NS, x["anchor"], x["advantages"], x["mask"], c.loss, x["ref"], x["item"], x["weight"],
-                    entropy_NS=entropy_NS, kl_mask_NS=x["kl_mask"], window=window,
+                    entropy_NS=entropy_NS, kl_mask_NS=x["kl_mask"], counts=counts,
                 )  # fmt: skip
                 loss.backward()
                 seen.append((metrics, *_distances(c, exact, piece, x, logp_NS.detach(), loss)))

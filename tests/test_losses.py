@@ -19,16 +19,16 @@ from grpo_nb.losses import (
     LossConfig,
     _clip_metrics,
     _item_mean,
-    _unit_mask,
+    _ratio_mask,
     aggregate,
     apply_mask,
     at_level,
     cispo,
     kl_penalty,
+    minibatch_counts,
     policy_loss,
     report,
     vespo,
-    window_counts,
 )
 
 DATA = Path(__file__).parent / "conformance"
@@ -128,11 +128,11 @@ def trl_config(p):
     )
 
 
-def trl_window(p, mask):
-    "Counts of the window, and what the peer divides by besides: row means by the accumulation steps."
+def trl_counts(p, mask):
+    "Counts of the minibatch, and what the peer divides by besides: row means by the accumulation steps."
     ga = p["ga"] if p["mode"] == "train" else 1
     if TRL[p["loss_type"]][1] != "token_mean":
-        return window_counts(mask, count_empty=True), ga
+        return minibatch_counts(mask, count_empty=True), ga
     steps = p["steps_per_generation"] if p["mode"] == "train" else 1
     return torch.full((2, 2), max(p["num_items"], 1) * ga / steps, dtype=torch.float64), 1
 
@@ -164,8 +164,8 @@ def test_trl(case, monkeypatch):
     if "top_entropy_quantile" in p:
         bound = x["entropies"][mask.bool()].double().quantile(1 - p["top_entropy_quantile"])
         weight = (x["entropies"] >= bound).double()
-    window, ga = trl_window(p, mask)
-    *got, metrics = loss_and_grad(x, config, 1 / ga, weight_NS=weight, window=window)
+    counts, ga = trl_counts(p, mask)
+    *got, metrics = loss_and_grad(x, config, 1 / ga, weight_NS=weight, counts=counts)
     check_both(got, case)
     got, loose = report(metrics), {"rtol": 1e-6, "atol": 1e-7}  # the peer's metrics are float32
     for name, value in wanted(case)["metrics"].items():
@@ -286,13 +286,13 @@ def verl_micro_batches(case):
     info = p["global_batch_info"]
     config = verl_config(p)
     config.max_length = info["loss_scale_factor"]
-    window = window_counts(x["mask"])
-    assert window[0].tolist() == [info["batch_num_tokens"], info["global_batch_size"]]
+    counts = minibatch_counts(x["mask"])
+    assert counts[0].tolist() == [info["batch_num_tokens"], info["global_batch_size"]]
     logp, parts = x["logp"].clone().requires_grad_(), []
     for a, b in case["inputs"]["row_ranges"]:
         rows = slice(a, b)
         weight = peer_row_weight(x["mask"][rows]) if p["agg"] == "seq-mean-token-mean" else None
-        loss, _ = loss_of(x, config, rows, logp, weight_NS=weight, window=window)
+        loss, _ = loss_of(x, config, rows, logp, weight_NS=weight, counts=counts)
         loss.backward()
         parts.append(loss.item())
     want, tol = wanted(case), case["tolerance"]
@@ -310,8 +310,8 @@ def verl_aggregate(case):
             with pytest.raises(ValueError):
                 aggregate(loss_mat, x["mask"], p["agg"])
         return
-    window = window_counts(x["mask"])[0]
-    counts = (p.get("batch_num_tokens", window[0]), p.get("global_batch_size", window[1]))
+    tokens, rows = minibatch_counts(x["mask"])[0]
+    counts = (p.get("batch_num_tokens", tokens), p.get("global_batch_size", rows))
     loss = aggregate(loss_mat, x["mask"], p["agg"], torch.tensor(counts), width) * ranks
     loss.backward()
     want = wanted(case)
@@ -389,12 +389,12 @@ def draw_batch(seed, n, s, nan_outside=True, spread=0.4):
 
 
 def run(b, config, parts=None):
-    "Loss, gradient and metrics of a window in micro-batches."
+    "Loss, gradient and metrics of a minibatch in micro-batches."
     logp = b["logp"].clone().requires_grad_()
-    window = window_counts(b["mask"])
+    counts = minibatch_counts(b["mask"])
     total, metrics = 0.0, []
     for i in parts if parts is not None else [slice(None)]:
-        loss, m = loss_of(b, config, i, logp, window=window)
+        loss, m = loss_of(b, config, i, logp, counts=counts)
         loss.backward()
         total, metrics = total + loss.item(), [*metrics, m]
     return total, logp.grad, report(*metrics)
@@ -456,7 +456,7 @@ def test_item_ratio_does_not_depend_on_title_length(seed, repeat):
             want = sum(x[i, k].item() for k in same) / len(same) if mask[i, j] else 0.0
             assert got[i, j].item() == pytest.approx(want, abs=1e-12)
             first = bool(mask[i, j]) and same[0] == j
-            assert bool(_unit_mask(mask, "item", item)[i, j]) == first
+            assert bool(_ratio_mask(mask, "item", item)[i, j]) == first
 
 
 # --------------------------------------------------------------------------------------------------- gradients
@@ -520,7 +520,7 @@ def test_half_precision_is_computed_in_float32():
         assert on(half)[0].dtype == torch.float32 and on(half)[0] == on(full)[0]
 
 
-def test_empty_window_and_empty_batch():
+def test_empty_minibatch_and_empty_batch():
     p = torch.full((2, 3), math.nan, requires_grad=True)
     none = torch.zeros(2, 3)
     for name in EVERY_LOSS:
