@@ -403,23 +403,38 @@ def _with_key(tree: Any, path: Sequence[str], value: Any) -> Any:
     return tree | {head: _with_key(tree.get(head), rest, value)}
 
 # %% ../nbs/ground/00_config.ipynb #0c249ca9
-def describe(
-    cls: type,  # a configuration
-    prefix: str = "",  # of the keys
-) -> list[dict[str, Any]]:  # key, default, range, meaning; nested ones included
-    "What every key accepts and means."
-    rows, said = [], {}
-    for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
-        said |= {k: v for k, v in docments(base).items() if v}  # an heir repeats no comments
+def _fields(cls: type, prefix: str = "") -> Iterator[tuple]:
+    "Key, field, type and class of every setting, those of sections included."
     hints = typing.get_type_hints(cls, include_extras=True)
     for f in dataclasses.fields(cls):
-        key, hint = f"{prefix}{f.name}", hints[f.name]
-        nested = _flat(hint)[0]
+        key, (nested, *_) = f"{prefix}{f.name}", _flat(hints[f.name])
         if dataclasses.is_dataclass(nested) and isinstance(nested, type):
-            rows += describe(nested, f"{key}.")
-            continue
+            yield from _fields(nested, f"{key}.")
+        else:
+            yield key, f, hints[f.name], cls
+
+
+@functools.cache
+def _comments(cls: type) -> dict[str, str]:
+    "What the comments beside the fields say; an heir repeats none."
+    lines = filter(dataclasses.is_dataclass, reversed(cls.__mro__))
+    return {k: " ".join(v.split()) for base in lines for k, v in docments(base).items() if v}
+
+
+def describe(
+    cls: type,  # a configuration
+) -> list[dict[str, Any]]:  # key, default, range, meaning; nested ones included
+    "What every key accepts and means."
+    rows = []
+    for key, f, hint, owner in _fields(cls):
         missing = f.default is dataclasses.MISSING
-        default = f.default if not missing else f.default_factory()
-        meaning = " ".join(str(said.get(f.name) or "").split())
-        rows.append({"key": key, "default": default, "accepts": accepts(hint), "meaning": meaning})
+        default, meaning = f.default if not missing else f.default_factory(), _comments(owner)
+        rows.append(
+            {
+                "key": key,
+                "default": default,
+                "accepts": accepts(hint),
+                "meaning": meaning.get(f.name, ""),
+            }
+        )
     return rows

@@ -24,8 +24,8 @@ from fastcore.basics import patch
 
 from .. import verifiers  # noqa: F401 (their names are in REWARDS)
 from ..config import Count, Natural, Positive, build_config, config_tree, configuration
-from ..config import describe, given_keys, number_in, one_of, override, _with_key
-from ..config import _check_options
+from ..config import given_keys, number_in, one_of, override, _with_key
+from ..config import _check_options, _fields
 from ..ahead import _check_ahead
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
@@ -126,10 +126,8 @@ def _say_our_words(section: type, ours: dict[str, str]) -> None:
             _say_our_words(f.default_factory, ours)
 
 
-_keys = [r["key"] for r in describe(GRPOConfig)]
-_words = {
-    k.rpartition(".")[2]: k for k in _keys if k.rpartition(".")[2] not in ("every", "options")
-}
+_words = {key.rpartition(".")[2]: key for key, *_ in _fields(GRPOConfig)}
+_words = {name: key for name, key in _words.items() if name not in ("every", "options")}
 _say_our_words(GRPOConfig, _words | dict(w.split("=") for w in _ELSEWHERE.split()))
 
 
