@@ -34,7 +34,7 @@ class GroupedRewards:
     weights_R: list[float]
     ok_NK: Tensor  # bool: samples and ranks to which any reward applies
     flat: bool  # results are (N,), not (N, K)
-    raw_singles: bool  # a lone sample keeps its raw reward (verl) instead of 0
+    singleton: str  # a group of one gets "zero", or its "raw" reward (verl)
     dtype: torch.dtype  # of the result
 
     def count(self, x: Tensor) -> Tensor:
@@ -42,19 +42,18 @@ class GroupedRewards:
         return self.groups.expand(self.groups.sum(~x.isnan()))
 
     def centre(self, x: Tensor) -> Tensor:
-        "Distance of each value from the mean of its group."
+        "Each value minus the mean of its group."
         d = group_centre(x, self.groups)
-        return torch.where(self.count(x) == 1, x, d) if self.raw_singles else d
+        return torch.where(self.count(x) == 1, x, d) if self.singleton == "raw" else d
 
-    def std_P(self, x: Tensor, ddof: int = 1) -> Tensor:
-        "Deviation of each group; 0 where it is constant or has too few values."
-        return group_stats(x, self.groups, ddof).std.nan_to_num(0.0)
+    def std(self, x: Tensor, ddof: int = 1) -> Tensor:
+        "Deviation of the group of each value; 0 where it is constant or has too few values."
+        return self.groups.expand(group_stats(x, self.groups, ddof).std.nan_to_num(0.0))
 
     def normalise(self, x: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
         "(x - mean of the group) / (std of the group + eps); 0 where the group is constant."
-        d = group_centre(x, self.groups)
-        z = d * self.groups.expand(_inverse(self.std_P(x, ddof), eps))
-        return torch.where(self.count(x) == 1, x / (1 + eps), z) if self.raw_singles else z
+        z = _divide(group_centre(x, self.groups), self.std(x, ddof), eps)
+        return torch.where(self.count(x) == 1, x / (1 + eps), z) if self.singleton == "raw" else z
 
     @property
     def total_NK(self) -> Tensor:
@@ -62,7 +61,7 @@ class GroupedRewards:
         return weighted_sum(self.rewards_NRK, self.weights_R, self.groups)
 
     @property
-    def still_PK(self) -> Tensor:
+    def constant_PK(self) -> Tensor:
         "Groups in which neither a reward of some weight nor the weighted sum varies."
         x_NRK = self.rewards_NRK[:, [w != 0 for w in self.weights_R]]
         x_NRK = torch.cat([x_NRK, self.total_NK[:, None]], 1)
@@ -74,32 +73,10 @@ class GroupedRewards:
         return values_NK[:, 0] if self.flat else values_NK
 
 
-def _inverse(std: Tensor, eps: float) -> Tensor:
-    "1 / (std + eps), and 0 for a deviation of 0."
+def _divide(x: Tensor, std: Tensor, eps: float) -> Tensor:
+    "x / (std + eps), and 0 for a deviation of 0."
     check_number("eps", eps, 0)
-    return torch.where(std > 0, 1 / (std + eps), 0.0)
-
-# %% ../nbs/method/01_advantages.ipynb #d255ae76
-@patch
-def _batch_stats(self: GroupedRewards, x_NK: Tensor, ddof: int = 1) -> GroupStats:
-    "Statistics of all values of the batch."
-    x = torch.where(self.ok_NK, x_NK, torch.nan).flatten()
-    index = torch.zeros_like(x, dtype=torch.long)
-    s = group_stats(x, Groups(index, index.new_tensor([len(x)])), ddof)
-    return GroupStats(*(v.squeeze(0) for v in (s.mean, s.std, s.min, s.max, s.count)))
-
-
-@patch
-def _whiten(self: GroupedRewards, x_NK: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
-    "(x - mean of the batch) / (std of the batch + eps), over responses; exactly 0 where a group is constant."
-    s = self._batch_stats(x_NK, ddof)
-    mean = torch.where(s.mean.abs() <= 1e-12 * s.max.maximum(-s.min), 0.0, s.mean)
-    # sums of normalised rewards are of the size of the weights: anything far below is rounding
-    noise = 1e-12 * sum(map(abs, self.weights_R)) + 1e-13 * mean.abs()
-    z_NK = (x_NK - mean) * _inverse(torch.where(s.std > noise, s.std, 0.0), eps)
-    own = group_stats(torch.where(self.ok_NK, x_NK, torch.nan), self.groups)
-    varies_PK = (own.spread > 0) | (own.count == 1) & self.raw_singles
-    return torch.where(self.groups.expand(varies_PK), z_NK, 0.0)
+    return x * torch.where(std > 0, 1 / (std + eps), 0.0)
 
 # %% ../nbs/method/01_advantages.ipynb #901c139a
 def grouped_rewards(
@@ -109,7 +86,7 @@ def grouped_rewards(
     *,
     mask_NK: Tensor | None = None,  # (N,) or (N, K) False = the sample or rank does not count
     missing: str = "excluded",  # masked cells in group statistics: "excluded" or "zero_in_stats"
-    singleton: str = "zero",  # a group with one valid sample: "zero", or "raw" (its reward, as verl)
+    singleton: str = "zero",  # a group with one valid sample gets 0 ("zero"), or its reward ("raw", as verl)
     dtype: torch.dtype = torch.float32,  # of the result; float64 to compare with other implementations
 ) -> GroupedRewards:
     "Check rewards, groups, weights and masks."
@@ -126,7 +103,7 @@ def grouped_rewards(
         ok = (mask[:, None] if mask.ndim == 1 else mask).expand(n, k)
         x = torch.where(ok[:, None], x, torch.nan if missing == "excluded" else 0.0)
     ok = ok & ~x[:, [w != 0 for w in weights]].isnan().all(1)
-    return GroupedRewards(x, groups, weights, ok, flat, singleton == "raw", dtype)
+    return GroupedRewards(x, groups, weights, ok, flat, singleton, dtype)
 
 # %% ../nbs/method/01_advantages.ipynb #c87777bd
 def _rewards_NRK(rewards) -> tuple[Tensor, bool]:
@@ -198,28 +175,37 @@ def grpo_batch(rewards, group_N, weights=None, *, eps=1e-4, ddof=1, **batch) -> 
     "Reward minus the group's mean, over the deviation of all raw rewards of the batch."
     r = grouped_rewards(rewards, group_N, weights, **batch)
     std = r._batch_stats(r.total_NK, ddof).std
-    return r.result(r.centre(r.total_NK) * _inverse(std, eps))
+    return r.result(_divide(r.centre(r.total_NK), std, eps))
+
+
+@patch
+def _batch_stats(self: GroupedRewards, x_NK: Tensor, ddof: int = 1) -> GroupStats:
+    "Statistics of all values of the batch, which is one more group."
+    x = torch.where(self.ok_NK, x_NK, torch.nan).flatten()
+    index = torch.zeros_like(x, dtype=torch.long)
+    s = group_stats(x, Groups(index, index.new_tensor([len(x)])), ddof)
+    return GroupStats(*(v.squeeze(0) for v in (s.mean, s.std, s.min, s.max, s.count)))
 
 # %% ../nbs/method/01_advantages.ipynb #242955b7
 @ADVANTAGES.register("rloo")
 def rloo(rewards, group_N, weights=None, **batch) -> Tensor:
     "Reward minus the mean of the other samples of the group."
     r = grouped_rewards(rewards, group_N, weights, **batch)
-    total, n = r.total_NK, r.count(r.total_NK)
-    return r.result(r.centre(total) * n / (n - 1).clamp(min=1))
+    d_NK, n_NK = r.centre(r.total_NK), r.count(r.total_NK)
+    return r.result(d_NK * n_NK / (n_NK - 1).clamp(min=1))
 
 # %% ../nbs/method/01_advantages.ipynb #641a92ae
 @ADVANTAGES.register("loo_norm")
 def loo_norm(rewards, group_N, weights=None, *, eps=1e-4, ddof=1, **batch) -> Tensor:
     "Reward minus the others' mean, over the others' deviation; not divided where the others are equal."
     r = grouped_rewards(rewards, group_N, weights, **batch)
-    d_NK, n = r.centre(r.total_NK), r.count(r.total_NK)
-    lead_NK = d_NK * n / (n - 1).clamp(min=1)  # over the mean of the others
-    square_NK = r.groups.expand(r.std_P(r.total_NK, 0)) ** 2 * n
-    others_NK = square_NK - lead_NK * d_NK  # the same without this sample; below: rounding
-    others_NK = torch.where(others_NK > 1e-13 * square_NK, others_NK, 0.0)
-    std_NK = (others_NK / (n - 1 - ddof).clamp(min=1)).sqrt() * (n - 1 > ddof)
-    return r.result(torch.where(std_NK > 0, lead_NK * _inverse(std_NK, eps), lead_NK))
+    d_NK, n_NK = r.centre(r.total_NK), r.count(r.total_NK)
+    l_NK = d_NK * n_NK / (n_NK - 1).clamp(min=1)
+    squares_NK = r.std(r.total_NK, ddof=0) ** 2 * n_NK
+    others_NK = squares_NK - l_NK * d_NK
+    others_NK = torch.where(others_NK > 1e-13 * squares_NK, others_NK, 0.0)  # below: rounding
+    std_NK = (others_NK / (n_NK - 1 - ddof).clamp(min=1)).sqrt() * (n_NK - 1 > ddof)
+    return r.result(torch.where(std_NK > 0, _divide(l_NK, std_NK, eps), l_NK))
 
 # %% ../nbs/method/01_advantages.ipynb #5686c038
 @ADVANTAGES.register("gdpo")
@@ -258,6 +244,29 @@ def _warn_one_group(r: GroupedRewards) -> None:
             "between groups, which it is there for, needs at least two groups in the batch.",
             stacklevel=3,
         )
+
+# %% ../nbs/method/01_advantages.ipynb #d255ae76
+@patch
+def _whiten(self: GroupedRewards, s_NK: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
+    "(s - mean of the batch) / (std of the batch + eps), over responses; exactly 0 where a group is constant."
+    mean, std = self._batch_mean_std(s_NK, ddof)
+    return torch.where(self._varies(s_NK), _divide(s_NK - mean, std, eps), 0.0)
+
+
+@patch
+def _batch_mean_std(self: GroupedRewards, s_NK: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
+    "Mean and deviation of the batch, 0 where they are rounding: sums of normalised rewards are of the size of the weights."
+    b = self._batch_stats(s_NK, ddof)
+    mean = torch.where(b.mean.abs() <= 1e-12 * b.max.maximum(-b.min), 0.0, b.mean)
+    noise = 1e-12 * sum(map(abs, self.weights_R)) + 1e-13 * mean.abs()
+    return mean, torch.where(b.std > noise, b.std, 0.0)
+
+
+@patch
+def _varies(self: GroupedRewards, s_NK: Tensor) -> Tensor:
+    "Whether the group of each value varies."
+    own = group_stats(torch.where(self.ok_NK, s_NK, torch.nan), self.groups)
+    return self.groups.expand((own.spread > 0) | (own.count == 1) & (self.singleton == "raw"))
 
 # %% ../nbs/method/01_advantages.ipynb #29ef814b
 @ADVANTAGES.register("gdpo_verl")
@@ -304,40 +313,42 @@ def sa_mrpo(
     ddof=1,
     **batch,
 ) -> Tensor:
-    "GDPO with weights w (1 - satisfaction)^gamma, satisfaction = where the batch mean stands in [low, high]."
+    "GDPO with weights w (1 - u)^gamma; the satisfaction u is where the batch mean stands in [low, high]."
     r = grouped_rewards(rewards, group_N, weights, **batch)
-    adapted = []
-    for k, (s, low_k, high_k) in enumerate(_ranges(r, low, high)):
-        satisfied = ((s.mean - low_k) / (high_k - low_k)).nan_to_num(0.0).item()
-        adapted.append(r.weights_R[k] * (1 - satisfied) ** gamma)
+    u_R = [
+        ((b.mean - low_k) / (high_k - low_k)).nan_to_num(0.0).item()
+        for b, low_k, high_k in _ranges(r, low, high)
+    ]
+    w_R = [w * (1 - u) ** gamma for w, u in zip(r.weights_R, u_R)]
     stages = dict(eps=eps, eps_batch=eps_batch, ddof=ddof)
-    return gdpo(rewards, group_N, adapted, single="whiten", **stages, **batch)
+    return gdpo(rewards, group_N, w_R, single="whiten", **stages, **batch)
 
 # %% ../nbs/method/01_advantages.ipynb #20f9537f
 @ADVANTAGES.register("saw")
 def saw(
     rewards, group_N, weights=None, *, low=0.0, eps=1e-4, eps_batch=1e-4, ddof=1, **batch
 ) -> Tensor:
-    "GDPO with weights proportional to each reward's coefficient of variation in the batch, mean 1."
+    "GDPO with weights proportional to each reward's coefficient of variation c in the batch, mean 1."
     r = grouped_rewards(rewards, group_N, weights, **batch)
-    cv = []
-    for s, low_k, _ in _ranges(r, low, math.inf, ddof):
-        cv.append((s.std / ((s.mean - low_k).abs() + 1e-8)).nan_to_num(0.0).item())
-    share = [len(cv) * c / sum(cv) if sum(cv) else 1.0 for c in cv]
-    adapted = [w * c for w, c in zip(r.weights_R, share)]
+    c_R = [
+        (b.std / ((b.mean - low_k).abs() + 1e-8)).nan_to_num(0.0).item()
+        for b, low_k, _ in _ranges(r, low, math.inf, ddof)
+    ]
+    share_R = [len(c_R) * c / sum(c_R) if sum(c_R) else 1.0 for c in c_R]
+    w_R = [w * share for w, share in zip(r.weights_R, share_R)]
     stages = dict(eps=eps, eps_batch=eps_batch, ddof=ddof)
-    return gdpo(rewards, group_N, adapted, single="whiten", **stages, **batch)
+    return gdpo(rewards, group_N, w_R, single="whiten", **stages, **batch)
 
 
 def _ranges(r: GroupedRewards, low, high, ddof: int = 1) -> list[tuple[GroupStats, float, float]]:
     "Of each component the batch statistics and its possible range: one number, or one per component."
-    r_numbers = len(r.weights_R)
-    low, high = (np.broadcast_to(v, r_numbers).tolist() for v in (low, high))
-    out = [(r._batch_stats(r.rewards_NRK[:, k], ddof), low[k], high[k]) for k in range(r_numbers)]
-    for k, (s, low_k, high_k) in enumerate(out):
-        if s.min < low_k or s.max > high_k:
+    R = len(r.weights_R)
+    low, high = (np.broadcast_to(v, R).tolist() for v in (low, high))
+    out = [(r._batch_stats(r.rewards_NRK[:, k], ddof), low[k], high[k]) for k in range(R)]
+    for k, (b, low_k, high_k) in enumerate(out):
+        if b.min < low_k or b.max > high_k:
             raise ValueError(
-                f"Component {k} has rewards {s.min:g} to {s.max:g}, outside low={low_k:g} to "
+                f"Component {k} has rewards {b.min:g} to {b.max:g}, outside low={low_k:g} to "
                 f"high={high_k:g}: give its true range."
             )
     return out
@@ -348,10 +359,10 @@ def dvao(rewards, group_N, weights=None, *, eps=1e-4, ddof=1, **batch) -> Tensor
     "Normalised rewards weighted by their group deviation; not scale invariant, since the deviation cancels."
     r = grouped_rewards(rewards, group_N, weights, **batch)
     z_NRK = r.normalise(r.rewards_NRK, eps, ddof).nan_to_num(0.0)
-    std_NRK = r.groups.expand(r.std_P(r.rewards_NRK, ddof))
-    weight_NRK = std_NRK * z_NRK.new_tensor(r.weights_R)[:, None]
-    total_NK = weight_NRK.sum(1)
-    return r.result(torch.where(total_NK != 0, (weight_NRK * z_NRK).sum(1) / total_NK, 0.0))
+    sigma_NRK = r.std(r.rewards_NRK, ddof)
+    w_NRK = sigma_NRK * z_NRK.new_tensor(r.weights_R)[:, None]
+    total_NK = w_NRK.sum(1)
+    return r.result(torch.where(total_NK != 0, (w_NRK * z_NRK).sum(1) / total_NK, 0.0))
 
 # %% ../nbs/method/01_advantages.ipynb #1a64475a
 @ADVANTAGES.register("gd2po")
@@ -372,17 +383,16 @@ def gd2po(
     r = grouped_rewards(rewards, group_N, weights, **batch)
     _warn_one_group(r)
     z_NRK = r.normalise(r.rewards_NRK, eps, ddof).nan_to_num(0.0)
-    part_NRK = z_NRK * z_NRK.new_tensor(r.weights_R)[:, None]
-    total_NK = part_NRK.sum(1)
+    p_NRK = z_NRK * z_NRK.new_tensor(r.weights_R)[:, None]
+    sum_NK, exists_NK = p_NRK.sum(1), ~r.total_NK.isnan()
     if conflict == "hard":
-        tiny = 1e-6 * sum(map(abs, r.weights_R))  # at the mean, to float32: no sign
-        keep_NK = ~((part_NRK > tiny).any(1) & (part_NRK < -tiny).any(1))
+        zero = 1e-6 * sum(map(abs, r.weights_R))  # at the mean, to float32: no sign
+        agree_NK = ~((p_NRK > zero).any(1) & (p_NRK < -zero).any(1))
     else:
-        keep_NK = total_NK.abs() / (part_NRK.abs().sum(1) + 1e-6) >= threshold
-    rows_NK = ~r.total_NK.isnan()
-    keep_NK &= rows_NK
-    share_NK = r.groups.expand(r.groups.sum(keep_NK) / r.groups.sum(rows_NK))
-    kept_NK = torch.where(keep_NK, total_NK * share_NK, torch.nan)
+        agree_NK = sum_NK.abs() / (p_NRK.abs().sum(1) + 1e-6) >= threshold
+    keep_NK = agree_NK & exists_NK
+    share_NK = r.groups.expand(r.groups.sum(keep_NK) / r.groups.sum(exists_NK))
+    kept_NK = torch.where(keep_NK, share_NK * sum_NK, torch.nan)
     return r.result(r._whiten(kept_NK, eps_batch, ddof).nan_to_num(0.0))
 
 # %% ../nbs/method/01_advantages.ipynb #61fb16f9
@@ -441,7 +451,7 @@ def passk(rewards, group_N, weights=None, *, scale="group", eps=1e-4, ddof=1, **
     lead = torch.where(alone, second - cost, 0.0)
     if scale == "none":
         return r.result(lead)
-    return r.result(lead * r.groups.expand(_inverse(r.std_P(r.total_NK, ddof), eps)))
+    return r.result(_divide(lead, r.std(r.total_NK, ddof), eps))
 
 # %% ../nbs/method/01_advantages.ipynb #be5dad36
 def gate(
@@ -497,22 +507,22 @@ def _advantage_metrics(r: GroupedRewards, values_NK: Tensor, names: Sequence[str
     # of this process, if there are several
     out["adv/distinct"] = len((a_NK[r.ok_NK] * 1e6).round().unique())
     out["adv/invalid_rows"] = (~r.ok_NK.any(1)).double().sum()
-    out |= _still_groups(r, a_NK) | _shares(r, a_NK, names)
+    out |= _constant_groups(r, a_NK) | _shares(r, a_NK, names)
     return {k: float(v) for k, v in out.items()}
 
 
-def _still_groups(r: GroupedRewards, a_NK: Tensor) -> dict:
+def _constant_groups(r: GroupedRewards, a_NK: Tensor) -> dict:
     "Shares of groups (of each rank) in which no reward of some weight varies, and with advantages of 0."
     dead_PK = group_stats(a_NK.abs(), r.groups).max == 0
     has_PK = group_stats(r.total_NK, r.groups).count > 0
-    tables = {"frac_reward_zero_std": r.still_PK & has_PK, "adv/dead_groups": dead_PK}
+    tables = {"frac_reward_zero_std": r.constant_PK & has_PK, "adv/dead_groups": dead_PK}
     groups = has_PK.double().sum()
     return {name: table_PK.double().sum() / groups for name, table_PK in tables.items()}
 
 
 def _shares(r: GroupedRewards, a_NK: Tensor, names: Sequence[str]) -> dict:
     "The covariance of the advantage with each normalised component, as a share of all."
-    z_NRK = replace(r, raw_singles=False).normalise(r.rewards_NRK, 0.0).nan_to_num(0.0)
+    z_NRK = replace(r, singleton="zero").normalise(r.rewards_NRK, 0.0).nan_to_num(0.0)
     cov_R = (a_NK.nan_to_num(0.0)[:, None] * z_NRK).sum(2).double().sum(0).abs()
     return {f"adv/share/{k}": v for k, v in zip(names, (cov_R / cov_R.sum()).nan_to_num(0.0))}
 
@@ -635,7 +645,7 @@ def _run(
     if not values.isfinite().all():
         at = (~values.isfinite()).nonzero()[0].tolist()
         raise ValueError(f"The estimator {name!r} returned {values[tuple(at)].item()} at {at}.")
-    if "batch" not in takes and not values.any() and not r.still_PK.all():  # one of a user's own
+    if "batch" not in takes and not values.any() and not r.constant_PK.all():  # one of a user's own
         warnings.warn(
             f"The estimator {name!r} gives all {len(x)} samples advantage 0 although rewards differ within groups: "
             "they teach nothing.",
