@@ -191,6 +191,34 @@ def test_tasksets_of_the_original_document_are_read_and_opened(tmp_path):
         config_from_trinity(recipe)
 
 
+MISTYPED = {
+    ("trl", "max_steps"): ("ten", "must be a finite number"),
+    ("trl", "gradient_accumulation_steps"): (0, "must be a whole number >= 1"),
+    ("trl", "mask_truncated_completions"): ("no", "must be true or false"),
+    ("trl", "top_k"): (2.5, "policy.top_k must be a whole number"),
+    ("verl", "actor_rollout_ref.rollout.n"): ("many", "must be a whole number >= 1"),
+    ("verl", "actor_rollout_ref.actor.loss_agg_mode"): (["token-mean"], "must be text"),
+    ("trinity", "buffer.batch_size"): (2.5, "must be a whole number >= 1"),
+    ("trinity", "seed"): ("one", "must be a whole number >= 0"),
+}
+
+
+@pytest.mark.parametrize(("library", "key"), MISTYPED)
+def test_a_value_of_the_wrong_kind_is_one_line_that_names_key_and_value(library, key):
+    value, says = MISTYPED[library, key]
+    with pytest.raises(ValueError) as told:
+        READERS[library]({key: value})
+    assert all(part in str(told.value) for part in (f"{key}", says, f"got {value!r}"))
+
+
+def test_a_misspelt_key_is_told_with_the_one_that_was_meant():
+    assert config_from_trl({"learning_rat": 1}).left["learning_rat"].endswith("'learning_rate'?")
+    left = config_from_trinity({"buffer.batch_sise": 4}).left
+    assert left["buffer.batch_sise"].endswith("did you mean 'batch_size'?")
+    table = config_from_trl({"loss_type": "dr_grpo"}).table()
+    assert table.loc["loss_type", "value"] == "ppo, dr_grpo"
+
+
 def test_truncation_length_penalty_and_the_floor_are_read():
     trl = read("trl/03_open_r1_codeforces").config
     assert trl.update.mask_truncated and trl.update.loss.count_empty

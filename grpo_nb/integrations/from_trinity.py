@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import one_of, override
+from ..config import one_of
 from grpo_nb.integrations.settings import (
     Reading,
     Settings,
@@ -20,7 +20,7 @@ from grpo_nb.integrations.settings import (
     minibatch_keys,
     settings_tree,
 )
-from ..lab.recipe import GRPOConfig
+
 from ..lab.frames import flat_keys
 
 # %% ../../nbs/integrations/05_from_trinity.ipynb #5295d142
@@ -62,21 +62,19 @@ def config_from_trinity(
     if (steps := s.take("buffer.total_steps", "steps")) is not None:
         ours["steps"] = steps
     else:
-        length_keys(ours, s.take("buffer.total_epochs", "tasks.epochs", 1), num_tasks, notes)
+        length_keys(ours, s.take("buffer.total_epochs", "tasks.epochs", 1.0), num_tasks, notes)
     ours |= (
         _trinity_optimizer(s) | _trinity_loss(s) | _trinity_operators(s, notes) | _trinity_tasks(s)
     )
     ours |= {"advantage.mode": "grpo", "advantage.eps": 1e-6}
     ours |= {k: v for k, v in _trinity_rest(s).items() if v is not None}
-    if (lag := s.given.get("synchronizer.sync_interval") or 1) > 1:
+    lag = s.given.get("synchronizer.sync_interval")
+    if isinstance(lag, int) and lag > 1:
         notes.append(
             f"sync_interval {lag}: there the sampler's weights are up to {lag} steps old, here never"
         )
-    s.rest(_TRINITY_REASONS)
     updates = -(-prompts * group // per_update)
-    return Reading(
-        override(GRPOConfig(), ours), s.taken, s.left, batch_text(prompts, group, updates), notes
-    )
+    return s.reading(ours, _TRINITY_REASONS, batch_text(prompts, group, updates), notes)
 
 # %% ../../nbs/integrations/05_from_trinity.ipynb #d19d6720
 def _flat_lists(tree: Mapping) -> dict[str, Any]:

@@ -8,7 +8,7 @@ __all__ = ['config_from_trl']
 # %% ../../nbs/integrations/05_from_trl.ipynb #fec7279f
 from typing import Any
 
-from ..config import one_of, override
+from ..config import one_of
 from grpo_nb.integrations.settings import (
     Reading,
     Settings,
@@ -19,7 +19,6 @@ from grpo_nb.integrations.settings import (
     minibatch_keys,
     only,
 )
-from ..lab.recipe import GRPOConfig
 
 # %% ../../nbs/integrations/05_from_trl.ipynb #b3aa7af5
 _TRL_LOSSES = {  # loss_type: policy loss, aggregation
@@ -63,17 +62,14 @@ def config_from_trl(
         "num_generations": group,
         "seed": s.take("seed", "seed", 42),
     }
-    ours |= {"update.num_epochs": int(s.take("num_iterations", "update.num_epochs", 1))}
+    ours |= {"update.num_epochs": s.take("num_iterations", "update.num_epochs", 1)}
     ours |= minibatch_keys(prompts * group, per_update, group)
     notes = []
     steps = _trl_length(s, ours, updates, num_tasks, notes)
     ours |= _trl_optimizer(s, steps) | _trl_loss(s) | _trl_policy(s)
     ours["advantage.mode"] = _trl_advantage(s)
     ours["advantage.weights"] = s.take("reward_weights", "advantage.weights")
-    s.rest(_TRL_REASONS)
-    return Reading(
-        override(GRPOConfig(), ours), s.taken, s.left, batch_text(prompts, group, updates), notes
-    )
+    return s.reading(ours, _TRL_REASONS, batch_text(prompts, group, updates), notes)
 
 # %% ../../nbs/integrations/05_from_trl.ipynb #c6933074
 def _trl_batch(s: Settings, processes: int) -> tuple[int, int, int, int]:
@@ -85,7 +81,7 @@ def _trl_batch(s: Settings, processes: int) -> tuple[int, int, int, int]:
         s.take("gradient_accumulation_steps", at, 1),
     )
     pieces = s.take("steps_per_generation", at, accumulated)
-    if (whole := s.take("generation_batch_size", at)) is not None:
+    if whole := s.take("generation_batch_size", at, 0):
         if whole % (per * processes):
             raise ValueError(
                 f"generation_batch_size={whole} is no multiple of {per} x {processes} processes; TRL refuses this."
@@ -96,7 +92,7 @@ def _trl_batch(s: Settings, processes: int) -> tuple[int, int, int, int]:
         raise ValueError(
             f"{per} x {processes} processes x {pieces} = {samples} samples are not whole groups of {group}; TRL refuses this."
         )
-    updates = pieces * int(s.given.get("num_iterations") or 1) / accumulated
+    updates = pieces * s.take("num_iterations", "update.num_epochs", 1) / accumulated
     return (
         samples // group,
         group,
@@ -113,18 +109,19 @@ def _trl_length(
     if most > 0:
         s.leave("max_steps is given and decides", "num_train_epochs")
         ours["steps"] = max(int(most) // updates, 1)
-        notes.append(f"max_steps={most} optimizer steps are {ours['steps']} rollouts")
+        notes.append(f"max_steps={most:g} optimizer steps are {ours['steps']} rollouts")
         return ours["steps"]
-    return length_keys(ours, s.take("num_train_epochs", "tasks.epochs", 3), num_tasks, notes)
+    return length_keys(ours, s.take("num_train_epochs", "tasks.epochs", 3.0), num_tasks, notes)
 
 # %% ../../nbs/integrations/05_from_trl.ipynb #9e9ca13a
 def _trl_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
     "Learning rate, schedule and the rest of AdamW."
     schedule = s.take("lr_scheduler_type", "optimizer.schedule", "linear")
     warmup = s.take("warmup_steps", "optimizer.warmup", 0)
-    for key, share in (("warmup_ratio", s.given.get("warmup_ratio")), ("warmup_steps", warmup)):
+    ratio = s.take("warmup_ratio", "optimizer.warmup", 0.0)
+    for key, share in (("warmup_ratio", ratio), ("warmup_steps", warmup)):
         if share and share < 1 and steps:
-            warmup = round(s.take(key, "optimizer.warmup") * steps)
+            warmup = round(share * steps)
         elif share and share < 1:
             s.taken.pop(key, None)
             s.leave(
@@ -152,7 +149,9 @@ def _trl_floor(s: Settings, schedule: str) -> float:
         return 0.0
     ours, at = "optimizer.min_lr_ratio", "lr_scheduler_kwargs"
     lowest = s.take(f"{at}.min_lr", ours, 0.0)
-    return s.take(f"{at}.min_lr_rate", ours, lowest / (s.given.get("learning_rate") or 1e-6))
+    return s.take(
+        f"{at}.min_lr_rate", ours, lowest / (s.take("learning_rate", "optimizer.lr", 1e-6) or 1e-6)
+    )
 
 # %% ../../nbs/integrations/05_from_trl.ipynb #ff4079f4
 def _trl_loss(s: Settings) -> dict[str, Any]:
@@ -172,12 +171,12 @@ def _trl_loss(s: Settings) -> dict[str, Any]:
         bounds = {"update.loss.ratio_max": high}
     if loss in ("sapo", "vespo"):
         bounds = {}
-    length = s.given.get("max_completion_length", 256) if aggregation == "dr_grpo" else None
+    length = s.take("max_completion_length", "policy.max_new_tokens", 256)
     level = s.take("importance_sampling_level", "update.loss.level", "token")
-    masked = bool(s.take("mask_truncated_completions", "update.mask_truncated", False))
+    masked = s.take("mask_truncated_completions", "update.mask_truncated", False)
     return bounds | {
         "update.mask_truncated": masked, "update.loss.count_empty": masked,
-        "update.loss.policy_loss": loss, "update.loss.aggregation": aggregation, "update.loss.max_length": length,
+        "update.loss.policy_loss": loss, "update.loss.aggregation": aggregation, "update.loss.max_length": length if aggregation == "dr_grpo" else None,
         "update.loss.level": level, "update.loss.kl_coef": kl, "update.loss.kl_importance": kl > 0,
         "update.loss.entropy_coef": s.take("entropy_coef", "update.loss.entropy_coef", 0.0),
     }  # fmt: skip
@@ -206,10 +205,8 @@ def _trl_policy(s: Settings) -> dict[str, Any]:
 
 # %% ../../nbs/integrations/05_from_trl.ipynb #449c4831
 def _trl_advantage(s: Settings) -> str:
-    scale = s.take("scale_rewards", "advantage.mode", "group")
-    if (
-        s.take("multi_objective_aggregation", "advantage.mode", "sum_then_normalize")
-        == "normalize_then_sum"
-    ):
+    scale = s.take("scale_rewards", "advantage.mode")  # text, or true and false
+    kinds, key = ("sum_then_normalize", "normalize_then_sum"), "multi_objective_aggregation"
+    if one_of(key, s.take(key, "advantage.mode", kinds[0]), kinds) == kinds[1]:
         return "gdpo"
-    return _TRL_SCALES[one_of("scale_rewards", scale, _TRL_SCALES)]
+    return _TRL_SCALES[one_of("scale_rewards", "group" if scale is None else scale, _TRL_SCALES)]

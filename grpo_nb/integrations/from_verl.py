@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import one_of, override
+from ..config import one_of
 from grpo_nb.integrations.settings import (
     Reading,
     Settings,
@@ -21,7 +21,6 @@ from grpo_nb.integrations.settings import (
     only,
     settings_tree,
 )
-from ..lab.recipe import GRPOConfig
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #d2f0e11d
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -60,13 +59,12 @@ def config_from_verl(
         ours["steps"] = steps
     else:
         steps = length_keys(
-            ours, s.take("trainer.total_epochs", "tasks.epochs", 30), num_tasks, notes
+            ours, s.take("trainer.total_epochs", "tasks.epochs", 30.0), num_tasks, notes
         )
     ours |= _verl_data(s) | _verl_optimizer(s, steps) | _verl_loss(s) | _verl_policy(s)
     ours |= _verl_filter(s, notes) | _verl_advantage(s) | _verl_kl_in_reward(s) | _verl_overlong(s)
-    s.rest(_VERL_REASONS)
     batch = batch_text(ours["train_batch_size"], ours["num_generations"], updates)
-    return Reading(override(GRPOConfig(), ours), s.taken, s.left, batch, notes)
+    return s.reading(ours, _VERL_REASONS, batch, notes)
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #605a7b3f
 def _verl_batch(s: Settings) -> tuple[dict[str, Any], int]:
@@ -95,11 +93,11 @@ def _verl_data(s: Settings) -> dict[str, Any]:
     }
     if isinstance(ours["tasks.train"], (list, tuple)):
         ours |= {
-            "tasks.tasksets": [{"name": Path(p).stem, "path": p} for p in train],
+            "tasks.tasksets": [{"name": Path(p).stem, "path": p} for p in map(str, train)],
             "tasks.train": None,
         }
     if isinstance(ours["tasks.eval"], (list, tuple)):
-        ours["tasks.eval"] = {Path(p).stem: p for p in held}
+        ours["tasks.eval"] = {Path(p).stem: p for p in map(str, held)}
     return {k: v for k, v in ours.items() if v is not None}
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #73dffddc
@@ -107,9 +105,10 @@ def _verl_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
     at = f"{_ACTOR}.optim"
     warmup = s.take(f"{at}.lr_warmup_steps", "optimizer.warmup", -1)
     if warmup < 0:
-        share = s.given.get(f"{at}.lr_warmup_steps_ratio") or 0
+        share = s.take(f"{at}.lr_warmup_steps_ratio", "optimizer.warmup", 0.0)
         warmup = round(share * steps) if share and steps else 0
         if share and not steps:
+            s.taken.pop(f"{at}.lr_warmup_steps_ratio")
             s.leave(
                 "a share of the whole run: the number of steps is not known before the data are",
                 f"{at}.lr_warmup_steps_ratio",
@@ -122,7 +121,7 @@ def _verl_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
     return {
         "optimizer.lr": s.take(f"{at}.lr", "optimizer.lr", 1e-6),
         "optimizer.weight_decay": s.take(f"{at}.weight_decay", "optimizer.weight_decay", 0.01),
-        "optimizer.betas": tuple(s.take(f"{at}.betas", "optimizer.betas", (0.9, 0.999))),
+        "optimizer.betas": s.take(f"{at}.betas", "optimizer.betas", [0.9, 0.999]),
         "optimizer.warmup": int(warmup),
         "optimizer.schedule": one_of("lr_scheduler_type", schedule, SCHEDULES),
         "optimizer.min_lr_ratio": s.take(f"{at}.min_lr_ratio", "optimizer.min_lr_ratio", 0.0),
@@ -150,7 +149,9 @@ def _verl_loss(s: Settings) -> dict[str, Any]:
         mode, mode.replace("-", "_")
     )
     if mode == "seq-mean-token-sum-norm":
-        ours["update.loss.max_length"] = s.given.get("data.max_response_length", 512)
+        ours["update.loss.max_length"] = s.take(
+            "data.max_response_length", "policy.max_new_tokens", 512
+        )
     ours["update.loss.entropy_coef"] = s.take(
         f"{_ACTOR}.entropy_coeff", "update.loss.entropy_coef", 0.0
     )
@@ -189,10 +190,9 @@ def _verl_overlong(s: Settings) -> dict[str, Any]:
     ours = "rewards.functions.soft_overlong"
     for at in ("reward.reward_kwargs", "reward_model.reward_kwargs", "reward_model"):
         name = f"{at}.overlong_buffer" + "_cfg" * at.endswith("kwargs")
-        if not s.given.get(f"{name}.enable"):
+        if not s.take(f"{name}.enable", ours, False):
             continue
-        s.take(f"{name}.enable", ours)
-        longest = s.given.get("data.max_response_length", 512)
+        longest = s.take("data.max_response_length", "policy.max_new_tokens", 512)
         options = {
             "max_length": s.take(f"{at}.max_resp_len", ours, longest),
             "buffer": s.take(f"{name}.len", ours),

@@ -8,6 +8,8 @@ __all__ = ['SCHEDULES', 'Reading', 'Settings', 'batch_text', 'as_dict', 'minibat
 
 # %% ../../nbs/integrations/04_settings.ipynb #346da484
 import dataclasses
+import difflib
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import config_tree
+from ..config import accepts, check_number, config_tree, override
 from ..lab.frames import flat_keys
-from ..lab.recipe import GRPOConfig, read_tree
+from ..lab.recipe import GRPOConfig, read_tree, _at
 
 # %% ../../nbs/integrations/04_settings.ipynb #ed9a75eb
 @dataclass
@@ -34,8 +36,10 @@ class Reading:
         "What was taken, with the value it has here."
         import pandas as pd
 
-        flat = flat_keys(config_tree(self.config))
-        rows = [(k, ours, flat.get(ours, "")) for k, ours in self.taken.items()]
+        tree, rows = config_tree(self.config), []
+        for key, ours in self.taken.items():
+            found = [_at(tree, name.partition(" ")[0]) for name in ours.split(", ")]
+            rows.append((key, ours, *(found if len(found) == 1 else [", ".join(map(str, found))])))
         return pd.DataFrame(rows, columns=["theirs", "ours", "value"]).set_index("theirs")
 
     def __repr__(self) -> str:
@@ -51,13 +55,15 @@ class Settings:
         self.given = flat_keys(settings)
         self.taken: dict[str, str] = {}
         self.left: dict[str, str] = {}
+        self.asked: set[str] = set()
 
     def take(self, key: str, ours: str, default: Any = None) -> Any:
-        "The value of a key, with the setting of ours that it decides; numbers written as text are numbers."
+        "The value of a key, of the kind of the default, with the setting of ours that it decides."
+        self.asked.add(key)
         if self.given.get(key) is None:
             return default
         self.taken[key] = ours
-        return _number(self.given[key])
+        return _of_kind(key, _number(self.given[key]), default)
 
     def leave(self, why: str, *keys: str) -> None:
         "Say why keys are not taken."
@@ -68,15 +74,44 @@ class Settings:
         for key in self.given:
             if key not in self.taken and key not in self.left:
                 why = (text for pattern, text in reasons if re.match(pattern, key))
-                self.left[key] = next(
+                self.left[key] = self._near(key) or next(
                     why, "not a key that this reader knows; nothing here follows from it"
                 )
+
+    def _near(self, key: str) -> str:
+        "What was asked for and not given, if the key looks like a misspelt one."
+        above, _, name = key.rpartition(".")
+        parted = (k.rpartition(".") for k in self.asked - self.given.keys())
+        near = difflib.get_close_matches(name, [k for at, _, k in parted if at == above], 1, 0.88)
+        return f"not a key that this reader knows; did you mean {near[0]!r}?" if near else ""
+
+    def reading(self, ours: Mapping, reasons: Sequence[tuple], batch: str, notes: list) -> Reading:
+        "What was read; a value that is refused is told by their key, too."
+        self.rest(reasons)
+        try:
+            config = override(GRPOConfig(), ours)
+        except ValueError as e:
+            said = str(e).removeprefix("Unknown ")
+            theirs = [f"{k}: " for k, ours in self.taken.items() if said.startswith(ours)]
+            raise ValueError("".join(theirs[:1]) + str(e)) from None
+        return Reading(config, self.taken, self.left, batch, notes)
 
 # %% ../../nbs/integrations/04_settings.ipynb #0d2a74bb
 def _number(value: Any) -> Any:
     "1e-6 is text in YAML 1.1."
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value.strip()):
         return float(value)
+    return value
+
+
+def _of_kind(key: str, value: Any, default: Any) -> Any:
+    "The value if it is what the default is; where that is a count, a count."
+    if isinstance(default, (int, float)) and not isinstance(default, bool):
+        count = isinstance(default, int) and default > 0
+        found = check_number(key, value, 1 if count else -math.inf, whole=count)
+        return found if isinstance(value, str) else value
+    if default is not None and not isinstance(value, type(default)):
+        raise ValueError(f"{key} must be {accepts(type(default))}, got {value!r}.")
     return value
 
 # %% ../../nbs/integrations/04_settings.ipynb #ff10b763
