@@ -94,7 +94,7 @@ class BaseSelector:
             self.options = build_config(self.Options, given, where)
 
     def pick(self, batch_size: int) -> np.ndarray:
-        "The next tasks, at most `batch_size`; must not move the cursor."
+        "The next tasks, at most `batch_size`; must not change `current_index`."
         raise NotImplementedError(f"{type(self).__name__} must define pick() or get_indices().")
 
     def update(
@@ -127,7 +127,7 @@ class BaseSelector:
         return np.arange(self.current_index, self.current_index + batch_size) % self.num_tasks
 
     def generator(self, name: str) -> np.random.Generator:
-        "A generator of its own for the batch at the cursor."
+        "A generator of its own for the next batch."
         return np.random.default_rng(seed_of(self.seed, name, self.current_index))
 
     def feedback(self, indices, values, counts=None) -> None:
@@ -149,6 +149,32 @@ def column(
             f"Feature {name!r} must be one number per task, got shape {values.shape}, dtype {values.dtype}."
         )
     return values
+
+# %% ../nbs/method/02_selectors.ipynb #3d257c20
+@patch
+def get_indices(
+    self: BaseSelector,
+    batch_size: int,  # B
+    return_extra_info: bool = False,  # also a dict about the choice, for logs
+) -> np.ndarray:  # (B,) int64; with extra info a pair
+    "Choose the next tasks and count them."
+    check_number("batch_size", batch_size, 1, whole=True)
+    start, most, parts = self.current_index, batch_size, []
+    if self.distinct and batch_size > self.num_tasks:
+        if getattr(self.options, "wrap", "error") != "epochs":
+            raise ValueError(
+                f"A batch of {batch_size} distinct tasks was asked of {self.num_tasks}. Use a smaller batch, or "
+                "wrap='epochs' to fill it with several draws."
+            )
+        most = self.num_tasks
+    while (left := start + batch_size - self.current_index) > 0:
+        want = min(most, left)
+        parts.append(_check_chosen(self, self.pick(want), 1, want))
+        self.current_index += len(parts[-1])
+    indices = np.concatenate(parts)
+    if not return_extra_info:
+        return indices
+    return indices, {"indices": indices.tolist(), "current_index": start, **self.info(indices)}
 
 # %% ../nbs/method/02_selectors.ipynb #ec75afe6
 def _check_chosen(
@@ -172,63 +198,6 @@ def _check_chosen(
             f"{selector.num_tasks - 1}, got {reprlib.repr(indices)}."
         )
     return found.astype(np.int64)
-
-# %% ../nbs/method/02_selectors.ipynb #3d257c20
-@patch
-def get_indices(
-    self: BaseSelector,
-    batch_size: int,  # B
-    return_extra_info: bool = False,  # also a dict about the choice, for logs
-) -> np.ndarray:  # (B,) int64; with extra info a pair
-    "Choose the next tasks and move the cursor."
-    check_number("batch_size", batch_size, 1, whole=True)
-    start, most, parts = self.current_index, batch_size, []
-    if self.distinct and batch_size > self.num_tasks:
-        if getattr(self.options, "wrap", "error") != "epochs":
-            raise ValueError(
-                f"A batch of {batch_size} distinct tasks was asked of {self.num_tasks}. Use a smaller batch, or "
-                "wrap='epochs' to fill it with several draws."
-            )
-        most = self.num_tasks
-    while (left := start + batch_size - self.current_index) > 0:
-        want = min(most, left)
-        parts.append(_check_chosen(self, self.pick(want), 1, want))
-        self.current_index += len(parts[-1])
-    indices = np.concatenate(parts)
-    if not return_extra_info:
-        return indices
-    return indices, {"indices": indices.tolist(), "current_index": start, **self.info(indices)}
-
-# %% ../nbs/method/02_selectors.ipynb #e907bc23
-def make_selector(
-    data_source,  # a taskset, an object with `.dataset`, or a dict of columns
-    config: TaskSelectorConfig
-    | Mapping
-    | str
-    | Callable
-    | None = None,  # None is `sequential`; a class, or a function (selector, batch_size)
-) -> BaseSelector:
-    "The selector a config names; a function becomes the `pick` of a selector. Nothing is imported by name."
-    config = (
-        config if isinstance(config, Mapping) or not callable(config) else {"selector_type": config}
-    )
-    own = config.get("selector_type") if isinstance(config, Mapping) else None
-    own = SELECTORS.resolve(own) if callable(own) else None
-    config = TaskSelectorConfig.of({**config, "selector_type": own[0]} if own else config)
-    name, kind = own or SELECTORS.resolve(config.selector_type)
-    if not isinstance(kind, type):
-        check_call(kind, f"selector {name!r}", ("selector", "batch_size"))
-        kind = type(name, (BaseSelector,), {"pick": kind})
-    if not issubclass(kind, BaseSelector):
-        raise ValueError(
-            f"selector {name!r} is no selector class: derive it from BaseSelector, or give a function (selector, batch_size)."
-        )
-    if kind.update is not BaseSelector.update and kind.state_dict is BaseSelector.state_dict:
-        raise ValueError(
-            f"The selector {name!r} learns in update(): give it state_dict and load_state_dict too, or a resumed run "
-            "chooses other tasks."
-        )
-    return kind(data_source, config)
 
 # %% ../nbs/method/02_selectors.ipynb #69bfc4a5
 @configuration
@@ -263,6 +232,37 @@ class _ShuffleSelector(BaseSelector):
             self._epoch = epoch
             self._order = np.random.default_rng(self.seed + epoch).permutation(self.num_tasks)
         return self._order
+
+# %% ../nbs/method/02_selectors.ipynb #e907bc23
+def make_selector(
+    data_source,  # a taskset, an object with `.dataset`, or a dict of columns
+    config: TaskSelectorConfig
+    | Mapping
+    | str
+    | Callable
+    | None = None,  # None is `sequential`; a class, or a function (selector, batch_size)
+) -> BaseSelector:
+    "The selector a config names; a function becomes the `pick` of a selector. Nothing is imported by name."
+    config = (
+        config if isinstance(config, Mapping) or not callable(config) else {"selector_type": config}
+    )
+    own = config.get("selector_type") if isinstance(config, Mapping) else None
+    own = SELECTORS.resolve(own) if callable(own) else None
+    config = TaskSelectorConfig.of({**config, "selector_type": own[0]} if own else config)
+    name, kind = own or SELECTORS.resolve(config.selector_type)
+    if not isinstance(kind, type):
+        check_call(kind, f"selector {name!r}", ("selector", "batch_size"))
+        kind = type(name, (BaseSelector,), {"pick": kind})
+    if not issubclass(kind, BaseSelector):
+        raise ValueError(
+            f"selector {name!r} is no selector class: derive it from BaseSelector, or give a function (selector, batch_size)."
+        )
+    if kind.update is not BaseSelector.update and kind.state_dict is BaseSelector.state_dict:
+        raise ValueError(
+            f"The selector {name!r} learns in update(): give it state_dict and load_state_dict too, or a resumed run "
+            "chooses other tasks."
+        )
+    return kind(data_source, config)
 
 # %% ../nbs/method/02_selectors.ipynb #2175ac62
 @SELECTORS.register_module("random")
@@ -387,7 +387,7 @@ class _EstimatorSelector(BaseSelector):
     def load_state_dict(self, state):
         if "estimator" not in state:
             raise ValueError(
-                f"This state of {self.config.selector_type!r} holds no estimator (Trinity-RFT saves the cursor "
+                f"This state of {self.config.selector_type!r} holds no estimator (Trinity-RFT saves the position "
                 "only): what was learned is gone. Start without a state, or set current_index alone."
             )
         super().load_state_dict(state)
@@ -405,7 +405,7 @@ class DifficultyBasedSelector(_EstimatorSelector):
         target_reward: Share = 1.0  # wanted pass rate; BOTS: 0.5
         tau: NonNegative = 1.0  # 0: the best B; else sampling by softmax(score / tau)
         do_sample: bool = False  # scores of posterior draws (Thompson), not of means
-        method: Literal["auto", "parity"] = "auto"  # whose random numbers for tau > 0
+        method: Literal["numpy", "torch"] = "numpy"  # whose random numbers for tau > 0
 
     def __init__(self, data_source, config=None):
         super().__init__(data_source, config)
@@ -413,7 +413,7 @@ class DifficultyBasedSelector(_EstimatorSelector):
             raise ValueError(
                 "difficulty_based needs two feature_keys: pass rates of a weaker and a stronger model."
             )
-        if (tau := self.options.tau) > 0.3 and self.options.method != "parity":
+        if (tau := self.options.tau) > 0.3 and self.options.method != "torch":
             warnings.warn(
                 f"difficulty_based with tau={tau:g} is nearly uniform: scores lie in [-1, 0], so weights differ "
                 "by a factor e^(1/tau) at most. BOTS uses target_reward=0.5, tau=0, do_sample=True.",
@@ -424,7 +424,7 @@ class DifficultyBasedSelector(_EstimatorSelector):
         scores, tau = self.scores(), self.options.tau
         if tau == 0:
             return nearest(np.arange(self.num_tasks), -scores, batch_size)
-        if self.options.method == "parity":
+        if self.options.method == "torch":
             return self._multinomial(scores / tau, batch_size)
         return _gumbel_top_k(scores / tau, batch_size, self.generator("gumbel"))
 
@@ -441,7 +441,7 @@ class DifficultyBasedSelector(_EstimatorSelector):
 # %% ../nbs/method/02_selectors.ipynb #cc1367d1
 @patch
 def scores(self: DifficultyBasedSelector) -> np.ndarray:  # (N,) in [-1, 0]
-    "Score of every task for the batch at the cursor."
+    "Score of every task for the next batch."
     alpha, beta = self.estimator.posterior()
     rng = np.random.default_rng(self.seed + self.current_index)
     p = rng.beta(alpha, beta) if self.options.do_sample else alpha / (alpha + beta)
@@ -520,7 +520,7 @@ class _GresoSelector(BaseSelector):
 
     def __init__(self, data_source, config=None):
         super().__init__(data_source, config)
-        self.walk = _ShuffleSelector(data_source, TaskSelectorConfig("shuffle", self.seed))
+        self.shuffle = _ShuffleSelector(data_source, TaskSelectorConfig("shuffle", self.seed))
         self.p = {"easy": 0.5, "hard": 0.5}
         self.streak = np.zeros(self.num_tasks, np.int8)  # > 0 easy visits in a row, < 0 hard ones
 
@@ -536,12 +536,12 @@ def pick(self: _GresoSelector, batch_size):
     rng = self.generator("greso")
     chosen = np.zeros(0, np.int64)
     while len(chosen) < batch_size:
-        start, left = self.walk.current_index, batch_size - len(chosen)
-        tasks = self.walk.get_indices(max(2 * left, 8))
+        start, left = self.shuffle.current_index, batch_size - len(chosen)
+        tasks = self.shuffle.get_indices(max(2 * left, 8))
         kept = np.flatnonzero(rng.random(len(tasks)) < self._keep_probability(tasks))[:left]
         chosen = np.concatenate([chosen, tasks[kept]])
         seen = int(kept[-1]) + 1 if len(kept) == left else len(tasks)
-        self.walk.current_index = start + seen
+        self.shuffle.current_index = start + seen
     return chosen
 
 # %% ../nbs/method/02_selectors.ipynb #b8244747
@@ -563,7 +563,7 @@ def update(self: _GresoSelector, indices, values, counts=None):
 @patch
 def state_dict(self: _GresoSelector):
     visited = np.flatnonzero(self.streak)
-    learned = {"walk": self.walk.current_index, "p": dict(self.p)}
+    learned = {"walk": self.shuffle.current_index, "p": dict(self.p)}
     base = BaseSelector.state_dict(self)
     return {**base, **learned, "tasks": visited, "streak": self.streak[visited]}
 
@@ -571,7 +571,7 @@ def state_dict(self: _GresoSelector):
 @patch
 def load_state_dict(self: _GresoSelector, state):
     BaseSelector.load_state_dict(self, state)
-    self.walk.current_index = int(state["walk"])
+    self.shuffle.current_index = int(state["walk"])
     self.p = {k: float(v) for k, v in state["p"].items()}
     self.streak = np.zeros(self.num_tasks, np.int8)
     self.streak[np.asarray(state["tasks"], np.int64)] = state["streak"]
