@@ -43,7 +43,17 @@ from .update import UpdateConfig, UpdateReport, rollout_logp, update
 
 # %% ../nbs/method/04_trainer.ipynb #ae43e5c6
 class GRPO:
-    "Group Relative Policy Optimization (DeepSeekMath, 2402.03300; by default with DAPO's mean over tokens and no KL)."
+    """Group Relative Policy Optimization (DeepSeekMath, 2402.03300; by default with DAPO's mean over tokens and no KL).
+
+    `GRPO("model_folder", "tasks.jsonl", reward, {"steps": 200, "optimizer.lr": 1e-5}).fit()`
+
+    - `policy`: folder or hub name of a model, a model, (model, tokenizer) or a Policy; trained in place.
+    - `tasks`: JSONL file, list of `{"prompt": ..., "answer": ...}`, Dataset, DataFrame, Taskset; `eval_tasks` too, never trained on.
+    - `rewards`: `f(completions, **columns)` gives one number per sample; several as a list or `{name: f}`.
+    - `config`: `{"key.sub": value}`; by default 100 steps of 32 tasks x 8 samples, learning rate 1e-4, no evaluation on the way.
+
+    What does not fit is a ValueError before the first step; FloatingPointError if weights or gradients stop being finite.
+    """
 
     companions: list = []  # see `accompany`
     elsewhere = {  # TRL's words
@@ -54,7 +64,16 @@ class GRPO:
         "eval_dataset": "eval_tasks",
         "ref_model": "reference",
         "processing_class": "policy=(model, tokenizer)",
+        "train": "fit()",
+        "state": "history, step_done",
+        "save_model": "policy.save_pretrained(folder)",
+        "push_to_hub": "policy.push_to_hub(repo)",
     }
+
+    def __getattr__(self, name: str):
+        if name in self.elsewhere:
+            raise AttributeError(f"GRPO has no {name!r}: here it is {self.elsewhere[name]}.")
+        return object.__getattribute__(self, name)  # the error as Python says it
 
     @_tells_errors
     def step(
@@ -433,7 +452,7 @@ def __init__(
 def __repr__(self: GRPO):
     c = self.config
     size = f"{c.train_batch_size} x {c.num_generations} samples per step"
-    return f"GRPO({self.policy}, {size}, step {self.step_done} of {c.steps})"
+    return f"GRPO({self.policy}, {size}, step {self.step_done} of {max(c.steps, self.step_done)})"
 
 # %% ../nbs/method/04_trainer.ipynb #36cd3de4
 def _make_runner(rewards: Any, config: TrainerConfig) -> RewardRunner:
@@ -513,6 +532,12 @@ def _check_setup(self: GRPO):
     compared = {gate.on for gate in c.advantage.gates}  # with a threshold: there a scale counts
     for f in (f for k, f in functions.items() if k not in compared):
         warn_cancelled_scales(c.advantage.mode, getattr(f, "cancelling_scales", {}))
+    ends, falls = getattr(self.stream, "max_steps", None), c.optimizer.schedule
+    if ends and ends < c.steps and falls != "constant":
+        warnings.warn(
+            f"The tasks end after {ends} steps, but the {falls} schedule falls over steps={c.steps}: set steps={ends}.",
+            stacklevel=3,
+        )
     if c.num_generations < 2:
         warnings.warn(
             "num_generations=1: a sample without siblings has advantage 0, so nothing is learned.",
@@ -721,17 +746,20 @@ def _check_state(self: GRPO, state: Mapping[str, Any]):
     "Refuse the state of another kind of run."
     if not isinstance(state, Mapping) or not {"policy", "optimizer", "trainer"} <= state.keys():
         raise ValueError("This is no state of a trainer, as state_dict() or read_state gives it.")
-    for part, have in (("reference", self.reference), ("collector", self.collector)):
-        if (part in state) != (have is not None):
-            has = "has" if part in state else "has no"
+    kl = "update.loss.kl_coef, rewards.kl_in_reward or reference=..."
+    for part, key in (("reference", kl), ("collector", "filter_groups.enable")):
+        if (part in state) != (getattr(self, part) is not None):
+            has, how = ("has a", "give") if part in state else ("has no", "leave out")
             raise ValueError(
-                f"The checkpoint {has} {part}, this trainer is set up the other way (filter_groups.enable, KL terms)."
+                f"The checkpoint {has} {part}, this trainer is the other way: {how} {key}."
             )
     have, stored = dict(self.policy.state_dict()), state["policy"]
     odd = sorted(have.keys() ^ stored.keys())
     odd += [k for k in have.keys() & stored.keys() if have[k].shape != stored[k].shape]
     if odd:
-        raise ValueError(f"The checkpoint holds another policy: {odd[:3]} do not fit.")
+        raise ValueError(
+            f"The checkpoint holds another policy: {odd[:3]} do not fit. Give the model and the policy.lora of its run."
+        )
     stored, have = (o["param_groups"][0] for o in (state["optimizer"], self.optimizer.state_dict()))
     if odd := sorted(have.keys() ^ stored.keys()):
         raise ValueError(

@@ -198,7 +198,7 @@ def _repr_html_(self: GRPO) -> str:
     if self.run is not None:
         about["record"] = self.run.dir
     table = pd.DataFrame({"": about.keys(), " ": map(str, about.values())})
-    return _table(table, f"GRPO, step {self.step_done} of {c.steps}")
+    return _table(table, f"GRPO, step {self.step_done} of {max(c.steps, self.step_done)}")
 
 # %% ../../nbs/lab/03_display.ipynb #62976ea2
 def _changed(config: TrainerConfig) -> dict[str, Any]:

@@ -197,7 +197,13 @@ def from_pretrained(
     device: str = "auto",  # where the model lives: cuda, mps or cpu, the first there is
     **kwargs,  # further arguments of TokenPolicy
 ) -> TokenPolicy:
-    "Load model and tokenizer, see `load_model`."
+    """Load model and tokenizer, see `load_model`.
+
+    `policy = TokenPolicy.from_pretrained("folder", max_new_tokens=128, temperature=0.8, lora={"r": 8})`
+
+    By default 64 new tokens (the longest completion, in tokens), temperature 1 (> 0), all tokens (top_k 0, top_p 1), weights in fp32 and
+    all of them trained, on the first of cuda, mps, cpu. ValueError for an unknown option, a number out of range, or a source that is no model.
+    """
     _check_options(TokenPolicy, kwargs)
     _asked_autocast(kwargs.get("autocast"))
     _asks_for_shards(*(kwargs.get(k) for k in ("shard", "engine", "lora")))
