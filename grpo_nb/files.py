@@ -113,10 +113,34 @@ def _json_line(row: Mapping[str, Any]) -> bytes:
     except ValueError:  # NaN, or half a character, as cut byte-level tokens decode to
         return json.dumps(finite(row), **strict).encode() + b"\n"
 
+# %% ../nbs/ground/00_files.ipynb #009779ed
+def _as_utf8(path: str | Path) -> bytes:
+    "A text file in UTF-8, also where Windows wrote it; a compressed one is refused."
+    data = Path(path).read_bytes()
+    if data.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\3\4")):
+        raise ValueError(f"{path} is compressed: unpack it first.")
+    even, odd = (data[i:4000:2].count(0) for i in (0, 1))  # of two bytes, one is mostly 0
+    if (mark := data[:2]) in (b"\xff\xfe", b"\xfe\xff") or 8 * abs(even - odd) > len(data[:4000]):
+        big = even > odd if mark != b"\xff\xfe" else False
+        data = data.decode("utf-16-be" if big else "utf-16-le", errors="replace").encode()
+    return data.removeprefix(b"\xef\xbb\xbf")
+
+# %% ../nbs/ground/00_files.ipynb #52ce24ac
+def _read_log(path: str | Path) -> str:
+    "What a program printed into a file, in plain text: one kind of line break, no colours, numbers without their type."
+    text = _as_utf8(path).decode(errors="replace").replace("\0", "")
+    return _plain_log("\n".join(text.splitlines()))
+
+
+def _plain_log(text: str) -> str:
+    "Printed text without colours, and with 5 for `np.int64(5)` and `tensor(5, device='cuda:0')`."
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
+    return re.sub(r"\b(?:np|numpy|torch|tensor)[\w.]{0,20}\(([^(),\n]*)[^()\n]*\)", r"\1", text)
+
 # %% ../nbs/ground/00_files.ipynb #b34ba38b
 def read_jsonl(path: str | Path) -> tuple[list[dict], list[str]]:
     "All rows of a JSON-lines file, and one message for each line that could not be read."
-    lines = Path(path).read_bytes().removesuffix(b"\n").split(b"\n")
+    lines = _as_utf8(path).removesuffix(b"\n").split(b"\n")
     rows, broken = [], []
     for i, line in enumerate(lines, 1):
         if not line.strip():
@@ -126,7 +150,7 @@ def read_jsonl(path: str | Path) -> tuple[list[dict], list[str]]:
             if type(row) is not dict:
                 raise ValueError("not an object")
             rows.append(row)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             broken.append(f"line {i}{' (the last)' if i == len(lines) else ''}: {e}")
     return rows, broken
 
@@ -137,7 +161,7 @@ def _repair_tail(path: Path) -> tuple[dict | None, int]:
     row, end = None, len(data)
     while end and row is None:
         start = data.rfind(b"\n", 0, end - 1) + 1
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(data[start:end])
             row = found if type(found) is dict else None
         end = start if row is None else end

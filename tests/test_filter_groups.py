@@ -384,6 +384,9 @@ VERL = """\
         ("=5 <", "=np.int64(5) <"),
         ("batches=2 >", "batches=np.int64(2) >"),
         ("generating...\n(TaskRunner pid=42)", "generating..."),  # two messages on a line
+        ("=5 <", "=tensor(5, device='cuda:0') \t<"),
+        ("(TaskRunner pid=42) ", "日本\0\0 \x1b[36m(TaskRunner pid=42)\x1b[0m\xa0 "),
+        ("\n", "\r"),
     ],
 )
 @pytest.mark.parametrize("encoding", "utf-8-sig utf-16 utf-16-le utf-16-be".split())

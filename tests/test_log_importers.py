@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from grpo_nb.lab import plots
@@ -77,6 +78,47 @@ def test_what_was_printed_is_what_was_written(printed):
     for name in file:
         want = pytest.approx(file[name].tolist(), rel=2e-3, abs=2e-3, nan_ok=True)
         assert console[name].tolist() == want, name
+
+
+BEFORE = [
+    "\x1b[36m(TaskRunner pid=7, ip=::1)\x1b[0m ",
+    "2026-01-02T03:04:05.678Z stdout F (main pid=7) ",
+    "[rank0]: {step} ",
+    "Training:   1%|▌| 1/20 [00:01<00:20, 1.2it/s]",
+]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be"])
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("printed", PAIRS)
+def test_a_log_is_the_same_behind_prefixes_and_in_other_encodings(
+    printed, before, encoding, tmp_path
+):
+    text = "".join(f"{before}{x}\r\n" for x in (RECORDED / printed).read_text().splitlines())
+    (tmp_path / "log").write_bytes(text.encode(encoding))
+    got, want = (Run.open(p).frame() for p in (tmp_path / "log", RECORDED / printed))
+    pd.testing.assert_frame_equal(got, want)
+
+
+def test_numbers_of_every_kind_torn_lines_and_what_is_no_log(tmp_path):
+    path = tmp_path / "log"
+    row = "{'loss': nan, 'reward': np.float64(0.25), 'kl': tensor(1e-1, device='cuda:0'), 'x': -inf}\n"
+    path.write_text(row + "{'loss': 0.1, oops}{'loss': 0.1, 're\n" + row.replace("0.25", "0.5"))
+    frame = read_trl(path)
+    assert frame.reward.tolist() == [0.25, 0.5] and frame.kl.tolist() == [0.1, 0.1]
+    path.write_text("step:1 - critic/score/mean:1024 - actor/lr:tensor(5.0e-1)\nstep:2 - crit")
+    assert read_verl(path)[["reward", "learning_rate"]].values.tolist()[0] == [1024, 0.5]
+    path.write_text('{"data": {"critic/score/mean": 1}, "step": 1}\n{"step": "x"}\n{"step": [1]}\n')
+    path = path.rename(tmp_path / "log.jsonl")
+    assert Run.open(path).frame().reward.tolist() == [1]
+    for wrong in (b"hello\n", b"\x1f\x8b\x08", b"BZh9", bytes(range(256))):
+        path.write_bytes(wrong)
+        with pytest.raises(ValueError, match="log.jsonl(: no row has a step| is compressed)"):
+            read_verl(path)
+    for odd in ("null", '"x"', "[1, 2]", '["step"]'):
+        path.write_text(f'{{"log_history": {odd}}}')
+        with pytest.raises(ValueError, match="log.jsonl is not a trainer state"):
+            read_trl(path)
 
 
 @pytest.mark.parametrize("path", [*PAIRS, *PAIRS.values()])

@@ -12,8 +12,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from ..files import _plain_log, _read_log
+
 # %% ../../nbs/lab/02_filter_logs.ipynb #4087a695
-_N = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+_N = r"\d+(?:\.\d+)?(?:[eE][-+]?\d{1,2})?"
 _PATTERNS = {  # what a line says: the text it is found in, with names for its numbers
     "generated": r"Generated batch (?P<batch>\d+), (?P<prompts>\d+) prompts(?:, (?P<trajectories>\d+) trajectories)?",
     "total": r"Total prompts: (?P<prompts>\d+)",
@@ -41,8 +43,7 @@ def _match_line(line: str) -> list[tuple[str, dict]]:
     "What a line says, with the numbers in it."
 
     number = lambda v: int(v) if v.isdigit() else float(v)
-    line = re.sub(r"\b(?:np|numpy|tensor)\.?\w*\(([^()]*)\)", r"\1", line)  # np.int64(2)
-    line = re.sub(r"(?<=\d)[,_](?=\d{3}\b)", "", line)  # 1,024
+    line = re.sub(r"(?<=\d)[,_](?=\d{3}\b)", "", " ".join(line.split()))  # 1,024
     found = [(m, fact) for fact, text in _PATTERNS.items() for m in re.finditer(text, line)]
     found.sort(key=lambda x: x[0].start())
     there = lambda m: {k: number(v) for k, v in m.groupdict().items() if v is not None}
@@ -201,7 +202,7 @@ def parse_filter_logs(
     import pandas as pd
 
     readers: dict[str, _Reader] = {}
-    lines = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", _log_text(source)).splitlines()  # no colours
+    lines = _log_text(source).splitlines()
     unread, worker = [], ""
     for line in lines:
         facts = _match_line(line)
@@ -235,17 +236,13 @@ def _worker_of(line: str, before: str, told: bool) -> str:
 # %% ../../nbs/lab/02_filter_logs.ipynb #6f845a86
 def _log_text(source: str | Path) -> str:
     "The text of a log: a path is read, a text with line breaks is taken as it is."
-    if isinstance(source, str) and (not source.strip() or "\n" in source or len(source) > 4096):
-        return source
+    if isinstance(source, str) and (not source.strip() or re.search(r"[\r\n]|.{4096}", source)):
+        return _plain_log(source)
     path = Path(source)
     if path.is_file():
-        data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            raise ValueError(f"{path} is compressed: unpack it first.")
-        wide = "utf-16-be" if data[:1] in (b"\0", b"\xfe") else "utf-16-le"  # of Windows
-        return data.decode(wide if b"\0" in data[:4] else "utf-8-sig", errors="replace")
-    if isinstance(source, str) and _match_line(source):
-        return source
+        return _read_log(path)
+    if isinstance(source, str) and _match_line(_plain_log(source)):
+        return _plain_log(source)
     raise FileNotFoundError(
         f"No log file {str(source)!r}. Give an existing file, or the text of a log."
     )

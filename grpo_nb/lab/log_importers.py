@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import read_jsonl
+from ..files import _read_log, read_jsonl
 from .frames import flat_keys, _rows_to_frame
 from .record import Run
 
@@ -29,12 +29,20 @@ def _import_rows(
     steps = {}
     for row in rows:
         flat = flat_keys(row, "/")
-        at = next((flat[k] for k in step if flat.get(k) is not None), None)
-        if at is not None:
+        at = next((_number_of(flat[k]) for k in step if flat.get(k) is not None), math.nan)
+        if math.isfinite(at):
             numbers = {k: v for k, v in flat.items() if not isinstance(v, (str, list, dict))}
             told = {names.get(k, k): v for k, v in numbers.items() if k not in step}
             steps.setdefault(int(at), {"step": int(at)}).update(told)
     return [steps[k] for k in sorted(steps)]
+
+
+def _number_of(text: Any) -> float:
+    "A number as a program prints it; NaN for anything else."
+    try:
+        return float(str(text))
+    except ValueError:
+        return math.nan
 
 # %% ../../nbs/lab/02_log_importers.ipynb #4d10bd1d
 _TRL_TOTALS = re.compile(r"train_(runtime|loss|samples_per_second|steps_per_second)|total_flos")
@@ -43,28 +51,25 @@ _TRL_TOTALS = re.compile(r"train_(runtime|loss|samples_per_second|steps_per_seco
 def _trainer_state(path: Path) -> Path:
     "The newest trainer_state.json of a folder."
     inside = path.glob("checkpoint-*/trainer_state.json")
-    found = sorted(inside, key=lambda p: int(p.parent.name.split("-")[-1]))
+    found = sorted(inside, key=lambda p: [*map(int, re.findall(r"\d+$", p.parent.name))])
     found += path.glob("trainer_state.json")
     if found:
         return found[-1]
     raise FileNotFoundError(f"No trainer_state.json in {path.name!r} or its checkpoint-* folders.")
 
 # %% ../../nbs/lab/02_log_importers.ipynb #2d227a85
-def _number_of(text: Any) -> float:
-    "A number as a program prints it; NaN for anything else."
-    try:
-        return float(re.sub(r"^np\.\w+\((.*)\)$", r"\1", str(text)))
-    except ValueError:
-        return math.nan
-
-
 def _printed_by_trl(text: str) -> list[dict]:
     "Rows that a Hugging Face Trainer printed, numbered."
     rows, step = [], 0
-    for found in re.findall(r"^[^{\n]*(\{'(?:loss|eval_|train_)[^{}\n]*\})", text, re.MULTILINE):
-        row = {k: _number_of(v) for k, v in ast.literal_eval(found).items()}
-        step += "loss" in row
-        rows.append(row | {"step": step})
+    for found in re.findall(r"\{ ?'[^{}\n]*\}", text):
+        try:
+            told = ast.literal_eval(re.sub(r"(?<=: )-?(?:nan|inf)\b", r"'\g<0>'", found))
+            row = {k: _number_of(v) for k, v in told.items()}
+        except (ValueError, SyntaxError, AttributeError):
+            continue  # two lines in one
+        if any(k == "loss" or k.startswith(("eval_", "train_")) for k in row):
+            step += "loss" in row
+            rows.append(row | {"step": step})
     return rows
 
 # %% ../../nbs/lab/02_log_importers.ipynb #406b01aa
@@ -75,12 +80,12 @@ def read_trl(
     "The log of a TRL or Hugging Face Trainer run."
     path = _trainer_state(Path(path)) if Path(path).is_dir() else Path(path)
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = _read_log(path)
         history = _printed_by_trl(text) or json.loads(text)["log_history"]
-    except (ValueError, KeyError, TypeError) as e:
+        rows = [{k: v for k, v in r.items() if not _TRL_TOTALS.fullmatch(k)} for r in history]
+        rows = _import_rows([r for r in rows if r.keys() - {"step", "epoch"}], {})
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{path.name} is not a trainer state with a 'log_history': {e!r}.") from e
-    rows = [{k: v for k, v in r.items() if not _TRL_TOTALS.fullmatch(k)} for r in history]
-    rows = _import_rows([r for r in rows if r.keys() - {"step", "epoch"}], {})
     return _rows_to_frame(rows, run=path.parent.name)
 
 # %% ../../nbs/lab/02_log_importers.ipynb #7096f01f
@@ -120,7 +125,7 @@ _VERL_SUMS = {  # counter: the per-step amounts it adds up
 def _printed_by_verl(text: str) -> list[dict]:
     "Rows that verl's console logger printed."
     rows = []
-    for line in re.findall(r"^(?:\([^)\n]*\) )?(step:\d+ - .*)", text, re.MULTILINE):
+    for line in re.findall(r"(?<![\w/])step:\d+ - .*", text):
         pairs = (pair.rpartition(":") for pair in line.strip().split(" - "))
         rows.append({key: _number_of(value) for key, _, value in pairs})
     return rows
@@ -131,7 +136,7 @@ def read_verl(
 ):  # DataFrame; attrs: broken_lines
     "The log of a verl run; its validation score is `eval_reward`, if it has one; amounts per step are added up to our counters."
     path, broken = Path(path), []
-    rows = _printed_by_verl(path.read_text(encoding="utf-8", errors="replace"))
+    rows = _printed_by_verl(_read_log(path))
     if not rows:
         rows, broken = read_jsonl(path)
     if broken:
@@ -140,7 +145,7 @@ def read_verl(
     rows = [r | r.pop("data") if isinstance(r.get("data"), dict) else r for r in rows]
     steps = ("step", "training/global_step")
     found = _import_rows(rows, _VERL_NAMES, steps)
-    if rows and not found:
+    if (rows or broken) and not found:
         raise ValueError(f"{path.name}: no row has a step; looked for {', '.join(steps)}.")
     frame = _rows_to_frame(found, run=path.stem, broken_lines=broken)
     for counter, parts in _VERL_SUMS.items():
@@ -172,10 +177,10 @@ def _open_theirs(path: Path) -> Run | None:
         return _TheirRun(path, read_trl) if states else None
     if not path.is_file():
         return None
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = _read_log(path)
     if '"log_history"' in text or _printed_by_trl(text):
         return _TheirRun(path, read_trl)
-    lines = path.suffix == ".jsonl" and re.match(r'\{"(step|training/global_step)"', text)
+    lines = path.suffix == ".jsonl" and re.match(r'.*"(step|training/global_step)"', text)
     return _TheirRun(path, read_verl) if lines or _printed_by_verl(text) else None
 
 
