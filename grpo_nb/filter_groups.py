@@ -428,12 +428,13 @@ def adaptive_cap(
     "Generation batches a step may take, from the filter rate seen in it."
     if total and filtered == total:
         return min(hard, num_gen_batches) if num_gen_batches >= 2 else hard
-    expected = math.ceil(need / (gen_batch_size * _keep_rate(filtered, total)) - 1e-9)
+    f = _filter_rate(filtered, total)
+    expected = math.ceil(need / (gen_batch_size * (1 - f)) - 1e-9)  # 1e-9: rounding
     return min(hard, expected + 2)
 
 
-def _keep_rate(filtered: float, total: float) -> float:
-    return 1 - filtered / (total + 1)
+def _filter_rate(filtered: float, total: float) -> float:
+    return filtered / (total + 1)
 
 # %% ../nbs/method/01_filter_groups.ipynb #025d4363
 def _next_batch_size(
@@ -443,5 +444,6 @@ def _next_batch_size(
     most: int = 1 << 30,  # upper bound
 ) -> int:
     "Prompts to sample next so that about `missing` groups survive the filter."
-    wanted = math.ceil(missing * 1.1 / _keep_rate(filtered, total) - 1e-9)
+    f = _filter_rate(filtered, total)
+    wanted = math.ceil(1.1 * missing / (1 - f) - 1e-9)
     return max(1, min(most, wanted))
