@@ -209,6 +209,19 @@ def filtering(self: WhatIf):  # DataFrame, a row per step
     }
     return share.assign(**batches)
 
+# %% ../../nbs/lab/03_what_if.ipynb #d8a34b52
+def _plot_pair(ax, frame, x: str, y: str):
+    a, b = frame[x].to_numpy(), frame[y].to_numpy()
+    limit = 1.1 * np.nanmax(np.abs([a, b]), initial=1.0)
+    for sign in (-1, 1):
+        ax.fill_between([0, sign * limit], 0, -sign * limit, color="0.92", lw=0)
+    other = np.sign(a.round(6)) != np.sign(b.round(6))
+    ax.plot(a[~other], b[~other], "o", ms=4, alpha=0.4, color=COLORS[0], mew=0)
+    ax.plot(a[other], b[other], "o", ms=4, alpha=0.7, color=COLORS[1], mew=0)
+    ax.set(xlabel=f"advantage, {x}", ylabel=f"advantage, {y}")
+    ax.set(xlim=(-limit, limit), ylim=(-limit, limit))
+    ax.set_title(f"{other.mean():.0%} of the samples change sign", fontsize=9)
+
 # %% ../../nbs/lab/03_what_if.ipynb #5819c9dc
 @patch
 def plot(self: WhatIf):  # figure
@@ -224,16 +237,3 @@ def plot(self: WhatIf):  # figure
     right.set_title(f"groups by {self.metric}", fontsize=9)
     right.legend(fontsize=8, loc="lower right")
     return fig
-
-# %% ../../nbs/lab/03_what_if.ipynb #d8a34b52
-def _plot_pair(ax, frame, x: str, y: str):
-    a, b = frame[x].to_numpy(), frame[y].to_numpy()
-    limit = 1.1 * np.nanmax(np.abs([a, b]), initial=1.0)
-    for sign in (-1, 1):
-        ax.fill_between([0, sign * limit], 0, -sign * limit, color="0.92", lw=0)
-    other = np.sign(a.round(6)) != np.sign(b.round(6))
-    ax.plot(a[~other], b[~other], "o", ms=4, alpha=0.4, color=COLORS[0], mew=0)
-    ax.plot(a[other], b[other], "o", ms=4, alpha=0.7, color=COLORS[1], mew=0)
-    ax.set(xlabel=f"advantage, {x}", ylabel=f"advantage, {y}")
-    ax.set(xlim=(-limit, limit), ylim=(-limit, limit))
-    ax.set_title(f"{other.mean():.0%} of the samples change sign", fontsize=9)
