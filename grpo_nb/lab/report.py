@@ -44,6 +44,35 @@ def scores(self: Study, metric: str) -> dict[str, dict[int, float]]:
             out[r["variant"]][r["seed"]] = value
     return out
 
+# %% ../../nbs/lab/05_report.ipynb #07c70045
+@dataclass
+class Table:
+    "A comparison as numbers, with what has to be said below it."
+
+    study: Study
+    metric: str
+    baseline: str
+    level: float = 0.95
+    margin: float | None = None  # differences below it do not matter
+    frame: Any = None  # DataFrame: one row per variant, numbers only
+    notes: Sequence[str] = ()
+
+    @property
+    def lower(self) -> bool:
+        "Whether less is better."
+        return _is_lower(self.metric, self.study.spec.get("lower_is_better", ()))
+
+    @property
+    def direction(self) -> str:
+        return "lower" if self.lower else "higher"
+
+# %% ../../nbs/lab/05_report.ipynb #1f96fec7
+def _span(value: float, low: float, high: float, form: str) -> str:
+    "A number with its interval."
+    if math.isnan(value):
+        return ""
+    return f"{value:{form}}" + ("" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]")
+
 # %% ../../nbs/lab/05_report.ipynb #f007dd9c
 def _row(table: "Table", name: str, scores: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
     "One variant in numbers."
@@ -139,35 +168,6 @@ def _about_runs(table: "Table") -> list[str]:
         if edge := [name for name in shown if key in study.edges().get(name, ())]:
             out.append(f"At the edge of the grid of {key}: {_listed(edge)}.")
     return out
-
-# %% ../../nbs/lab/05_report.ipynb #07c70045
-@dataclass
-class Table:
-    "A comparison as numbers, with what has to be said below it."
-
-    study: Study
-    metric: str
-    baseline: str
-    level: float = 0.95
-    margin: float | None = None  # differences below it do not matter
-    frame: Any = None  # DataFrame: one row per variant, numbers only
-    notes: Sequence[str] = ()
-
-    @property
-    def lower(self) -> bool:
-        "Whether less is better."
-        return _is_lower(self.metric, self.study.spec.get("lower_is_better", ()))
-
-    @property
-    def direction(self) -> str:
-        return "lower" if self.lower else "higher"
-
-# %% ../../nbs/lab/05_report.ipynb #1f96fec7
-def _span(value: float, low: float, high: float, form: str) -> str:
-    "A number with its interval."
-    if math.isnan(value):
-        return ""
-    return f"{value:{form}}" + ("" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]")
 
 # %% ../../nbs/lab/05_report.ipynb #53ca3742
 @patch(as_prop=True)
