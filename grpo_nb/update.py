@@ -58,9 +58,8 @@ def update(
         out.planned = c.num_epochs * len(parts)
         for i, part in enumerate(parts):  # an optimizer step each
             _drop_gradients(policy)
-            counts = minibatch_counts(
-                batch["mask"][part], batch["kl_mask"][part], c.loss.count_empty
-            )
+            masks = batch["mask"][part], batch["kl_mask"][part]
+            counts = minibatch_counts(*masks, c.loss.count_empty)
             seen = []
             for micro in _passes(c, policy, rollout, part, batch["skipped"]):
                 piece = rollout[micro]

@@ -333,8 +333,8 @@ def diagnose(
             finding = rule(frame)
         except MissingMetric as e:
             finding = _Finding("SKIPPED", str(e))
-        place = f"lab/diagnosis.html#{name.lower().replace(' ', '-')}"
-        link = f"https://grpo-nb.github.io/grpo_nb/{place}"
+        page = f"lab/diagnosis.html#{name.lower().replace(' ', '-')}"
+        link = f"https://grpo-nb.github.io/grpo_nb/{page}"
         rows.append({"rule": name, **asdict(finding), "explained": link})
     out = pd.DataFrame(rows)
     out.loc[out["verdict"] == "OK", "prescription"] = ""

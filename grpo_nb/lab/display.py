@@ -138,14 +138,14 @@ def samples(self: GRPO):
     return _samples(*self.last[:2], self.weights)
 
 # %% ../../nbs/lab/03_display.ipynb #89844065
-def _group(samples, place: int | None = None) -> str:
+def _group(samples, number: int | None = None) -> str:
     "One group of a DataFrame of samples; default: the one whose rewards differ most."
     groups = list(dict.fromkeys(samples["group"]))
     scored = "reward" in samples
-    if place is None and scored:
+    if number is None and scored:
         reward = samples.groupby("group")["reward"]
-        place = groups.index((reward.max() - reward.min()).fillna(-1).idxmax())
-    one = samples[samples["group"] == groups[place or 0]]
+        number = groups.index((reward.max() - reward.min()).fillna(-1).idxmax())
+    one = samples[samples["group"] == groups[number or 0]]
     if scored:
         one = one.sort_values("reward", ascending=False, kind="stable")
     at = groups.index(one["group"].iloc[0]) + 1
