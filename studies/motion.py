@@ -88,7 +88,10 @@ CHOSEN_APART = {
     "make": apart_trainer,
     "keep": KEEP,
     "seeds": range(10, 15),
-    "tune": {"optimizer.lr": [1e-4, 3e-4, 1e-3], "update.loss.kl_coef": [0.03, 0.1, 0.3]},
+    "tune": {
+        "optimizer.lr": [1e-4, 3e-4, 1e-3, 3e-3],
+        "update.loss.kl_coef": [0.03, 0.1, 0.3, 1.0],
+    },
     "tune_seeds": (100, 101),
     "eval_every": Samples(1_280),
 }
