@@ -1,6 +1,6 @@
 """Epochs x learning rate x estimator on sums with three rewards on one scale: the picture in single_vs_multi_epoch.ipynb.
 
-    OMP_NUM_THREADS=1 python studies/epochs_and_rates.py     trains what is missing (about eight minutes on two idle cores)
+    OMP_NUM_THREADS=1 python studies/epochs_and_rates.py     trains what is missing (703 processor seconds of training)
 
 Every cell of the grid is a variant of its own, with the same seeds, samples and held-out problems; nothing is tuned. Finished
 runs are kept in runs/, and the same command goes on where it stopped.

@@ -1,6 +1,6 @@
 """GRPO and GDPO on sums with three rewards, on one scale and with one 30 times too large: what grpo_vs_gdpo.ipynb reads.
 
-    OMP_NUM_THREADS=1 python studies/grpo_vs_gdpo.py     trains what is missing (about a quarter of an hour on one core)
+    OMP_NUM_THREADS=1 python studies/grpo_vs_gdpo.py     trains what is missing
 
 Four arms choose among the same four learning rates on two tuning seeds and a development set, and run on five other seeds, judged at
 factor 1 on 200 held-out problems with 4 samples each. All had chosen the same rate, so four more arms fix twice that; the last of

@@ -194,6 +194,7 @@ def safe_share(task: MovieTask) -> float:
 
 
 ALIKE = {"seeds": range(5), "budget": Samples(3_200), "eval_every": Samples(640)}
+ALIKE |= {"tune": {"optimizer.lr": [3e-4, 1e-3, 3e-3, 1e-2]}}
 ALIKE |= {"tune_seeds": (100, 101), "tune_tasks": "validation users", "metric": "combined"}
 ALIKE |= {"lower_is_better": "svr@8 unsafe_hits duplicate malformed seen out_of_catalogue".split()}
 ALIKE |= {"make": film_trainer, "evaluate": film_scores, "keep": ["reward", "entropy"]}
@@ -201,16 +202,13 @@ ALIKE |= {"make": film_trainer, "evaluate": film_scores, "keep": ["reward", "ent
 
 def safety(**how):
     "The sum (GRPO), two normalised rewards (GDPO), no safety, and a louder one: four sampled lists for each held-out user."
-    fixed = ALIKE | {"tune": {"optimizer.lr": [1e-3, 3e-3, 1e-2]}, "dir": "runs/safe_ranking"}
+    fixed = ALIKE | {"dir": "runs/safe_ranking"}
     return compare(ARMS, BASE, store=Path(__file__).with_suffix(".json"), **fixed | how)
 
 
 def credit(**how):
     "GRPO on the sum, which pays a rank for the whole list, for itself and later hits, or for itself."
-    fixed = ALIKE | {
-        "tune": {"optimizer.lr": [3e-4, 1e-3, 3e-3, 1e-2]},
-        "dir": "runs/safe_ranking_credit",
-    }
+    fixed = ALIKE | {"dir": "runs/safe_ranking_credit"}
     store = Path(__file__).with_name("safe_ranking_credit.json")
     return compare(CREDIT, BASE, store=store, **fixed | how)
 

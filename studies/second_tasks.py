@@ -1,6 +1,6 @@
 """The claims of two tutorials on another task, paths of the reach task with rewards of 0 or 1: what their tables of a second task read.
 
-    OMP_NUM_THREADS=1 python studies/second_tasks.py     trains what is missing of both (about three minutes on one idle core)
+    OMP_NUM_THREADS=1 python studies/second_tasks.py     trains what is missing of both (298 processor seconds of training)
 
 `scales`: one reward is for paths that bend left and arrive, the other, which contradicts it, for straight ones, on equal scale and
 30 times too large. `filter`: the first reward alone, with groups that agree dropped and sampled again, or not. Every arm of a study

@@ -1,6 +1,6 @@
 """One epoch or many over each rollout, on sums with the shipped Llama: the studies that single_vs_multi_epoch.ipynb reads.
 
-    OMP_NUM_THREADS=1 python studies/single_vs_multi_epoch.py     trains what is missing (about half an hour)
+    OMP_NUM_THREADS=1 python studies/single_vs_multi_epoch.py     trains what is missing (2,014 processor seconds of training)
 
 Every finished run is kept in runs/, and the same command goes on where it stopped. All arms generate the same number of
 samples. Each arm tries the same five learning rates on four tuning seeds for half of the samples, scored on a development set; the winner runs on the

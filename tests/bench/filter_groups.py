@@ -1,28 +1,26 @@
 """Time of the filter decision on large batches: `keep_groups` against the loop that trainers use.
 
-    python tests/bench/filter_groups.py [--samples 8000 64000 1000000] [--G 8] [--pairs 5] [--write]
+    python tests/bench/filter_groups.py [--samples 8000 64000 1000000] [--G 8] [--pairs 5] [--result filter_groups]
 
 The loop collects the values of each id in a dictionary, takes `numpy.std` of each list, and keeps the ids whose deviation
 is above 0 or which hold one value. CPU seconds of both are taken in turn (loop, ours, loop, ours, ...) in one process
-with one thread; the ratio is the median over the pairs. Both decisions are compared. `--write` stores the table in
-results/ beside this file.
+with one thread; the ratio is the median over the pairs. Both decisions are compared. `--result` stores table and numbers
+in results/ beside this file.
 """
 
 import argparse
-import datetime
 import os
-import platform
 import statistics
 import time
 import uuid
 from collections import defaultdict
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
 
+from common import environment, save, table
 from grpo_nb.filter_groups import keep_groups
 
 
@@ -45,14 +43,6 @@ def seconds(f, *args):
     start = time.process_time()
     out = f(*args)
     return time.process_time() - start, out
-
-
-def cpu_name():
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def measure(n, G, kind, pairs, seed):
@@ -79,8 +69,19 @@ def measure(n, G, kind, pairs, seed):
         ours.append(t)
         if got.tolist() != want:
             raise SystemExit(f"The decisions differ for {n} samples with {kind} ids.")
-    ratio = statistics.median(b / a for a, b in zip(loop, ours))
-    return statistics.median(loop), statistics.median(ours), ratio
+    return {"samples": n, "ids": kind, "loop": loop, "ours": ours}
+
+
+def row(samples, ids, loop, ours):
+    "Medians of the pairs."
+    mid, ratio = statistics.median, statistics.median(a / b for a, b in zip(loop, ours))
+    return {
+        "samples": f"{samples:,}",
+        "ids": ids,
+        "loop, CPU s": f"{mid(loop):.4f}",
+        "keep_groups, CPU s": f"{mid(ours):.5f}",
+        "loop / keep_groups": f"{ratio:.0f}",
+    }
 
 
 def main():
@@ -91,34 +92,19 @@ def main():
     ap.add_argument("--G", type=int, default=8)
     ap.add_argument("--pairs", type=int, default=5)
     ap.add_argument("--seed", type=int, default=0)
-    ap.add_argument("--write", action="store_true")
+    ap.add_argument("--result", help="name of the files in results/")
     a = ap.parse_args()
     torch.set_num_threads(1)
-    lines = [
-        "| samples | ids | loop, CPU s | keep_groups, CPU s | ratio |",
-        "|---|---|---|---|---|",
-    ]
-    for n in a.samples:
-        for kind in ("int64", "int64, shuffled", "uuid strings"):
-            loop, ours, ratio = measure(n, a.G, kind, a.pairs, a.seed)
-            lines.append(f"| {n:,} | {kind} | {loop:.4f} | {ours:.5f} | 1/{1 / ratio:.0f} |")
-            print(lines[-1], flush=True)
-    if a.write:
-        sizes = " ".join(map(str, a.samples))
-        head = [
-            "# The filter decision against a loop over samples and groups",
-            "",
-            f"- date: {datetime.date.today()}",
-            f"- CPU: {cpu_name()}, one thread",
-            f"- versions: Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
-            f"- command: `python tests/bench/filter_groups.py --samples {sizes} --G {a.G} --pairs {a.pairs} --write`",
-            "",
-            f"Medians over {a.pairs} alternating pairs in one process; the ratio is the median of the pairs' ratios. Both keep the same rows.",
-            "",
-        ]
-        path = Path(__file__).parent / "results" / "filter_groups.md"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("\n".join(head + lines) + "\n")
+    kinds = ("int64", "int64, shuffled", "uuid strings")
+    raw = [measure(n, a.G, kind, a.pairs, a.seed) for n in a.samples for kind in kinds]
+    rows = [row(**r) for r in raw]
+    if not a.result:
+        return print(table(rows))
+    sizes = " ".join(map(str, a.samples))
+    command = f"python tests/bench/filter_groups.py --samples {sizes} --G {a.G} --pairs {a.pairs} --result {a.result}"
+    notes = f"Medians over {a.pairs} alternating pairs in one process, one thread; the ratio is the median of the pairs' ratios. Both keep the same rows."
+    title = "The filter decision against a loop over samples and groups"
+    save(a.result, title, rows, command, environment(), notes, raw)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
 """Time of group advantages on large batches: grpo_nb against verl, alternating in one process.
 
-    python tests/bench/group_ops.py --verl-python VERL_ENV/bin/python [--sizes 8000 64000 512000] [--out FILE]
+    python tests/bench/group_ops.py --verl-python VERL_ENV/bin/python [--sizes 8000 64000 512000] [--result group_ops]
 
 The script runs itself in verl's environment with this repository on the path, so both sides use the same torch, threads and
 memory. Each pair starts from the same token rewards (or reward columns) and ends with the same (N, L) token advantages, which
 are compared. Without --verl-python, verl's loop is played by the plain loop over groups below. Ratios are medians of per-pair
-ratios; a loop is left out where it is projected to take more than --budget_s. The table goes to stdout and to --out.
+ratios; a loop is left out where it is projected to take more than --budget_s. `--result` stores table and numbers in results/.
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -20,10 +18,9 @@ import time
 import uuid
 import warnings
 from collections import defaultdict
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from common import ROOT, environment, save, table
+
 CLOCK = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -37,7 +34,7 @@ def parse():
     ap.add_argument("--threads", type=int, default=2)
     ap.add_argument("--budget_s", type=float, default=20.0)
     ap.add_argument("--clock", choices=CLOCK, default="wall", help="cpu: for a busy machine")
-    ap.add_argument("--out", type=Path)
+    ap.add_argument("--result", help="name of the files in results/")
     ap.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return ap.parse_args()
 
@@ -149,51 +146,22 @@ def measure(a):
             mine, peer, x, y = pairs(ours, theirs, a.repeats, a.clock)
             assert torch.allclose(x, y, atol=2e-4, rtol=2e-4), (name, kind, size)
             seen[name, kind] = (size, statistics.median(peer))
-            ratio = statistics.median(p / m for p, m in zip(peer, mine))
-            row = dict(op=name, ids=kind, n=size, ours=statistics.median(mine))
-            rows.append(row | dict(peer=statistics.median(peer), ratio=ratio))
-            print(rows[-1], file=sys.stderr, flush=True)
-    try:
-        peer = f"verl {version('verl')}"
-    except PackageNotFoundError:
-        peer = "a plain loop over groups (no verl installed)"
-    env = dict(
-        date=datetime.date.today().isoformat(),
-        cpu=f"{cpu_name()}, {os.cpu_count()} cores, {a.threads} threads",
-        load=f"{load:.1f} before, {os.getloadavg()[0]:.1f} after",
-        torch=torch.__version__,
-        peer=peer,
-        python=platform.python_version(),
-    )
-    return dict(env=env, rows=rows)
+            rows.append(dict(op=name, ids=kind, n=size, ours=mine, peer=peer))
+            print(row(**rows[-1]), file=sys.stderr, flush=True)
+    return dict(env=environment("verl") | {"load": round(load, 2)}, rows=rows)
 
 
-def cpu_name():
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(s.split(":")[1].strip() for s in lines if s.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def markdown(result, a):
-    sizes = " ".join(map(str, a.sizes))
-    out = ["# Group advantages on large batches", ""]
-    out += [f"{k}: {v}  " for k, v in result["env"].items()]
-    out += [
-        f"command: `python tests/bench/group_ops.py --verl-python VERL_ENV/bin/python --sizes {sizes} --group {a.group} "
-        f"--length {a.length} --repeats {a.repeats} --threads {a.threads} --clock {a.clock} --budget_s {a.budget_s:g}`  ",
-        "",
-        f"Milliseconds ({a.clock} clock), medians; ratios are medians of per-pair ratios (alternating runs). Both sides start from "
-        "the same token rewards or reward columns and end with the same (N, L) token advantages.",
-        "",
-        "| operation of the peer | ids | N | grpo_nb | peer | peer / grpo_nb |",
-        "|---|---|---|---|---|---|",
-    ]
-    for r in result["rows"]:
-        ours, peer = (f"{1e3 * r[k]:.3g}" for k in ("ours", "peer"))
-        out.append(f"| {r['op']} | {r['ids']} | {r['n']} | {ours} | {peer} | {r['ratio']:.1f}x |")
-    return "\n".join(out) + "\n"
+def row(op, ids, n, ours, peer):
+    "Medians of the pairs, in milliseconds."
+    mid, ratio = statistics.median, statistics.median(p / o for o, p in zip(ours, peer))
+    return {
+        "operation of the peer": op,
+        "ids": ids,
+        "N": n,
+        "grpo_nb": f"{1e3 * mid(ours):.3g}",
+        "peer": f"{1e3 * mid(peer):.3g}",
+        "peer / grpo_nb": f"{ratio:.1f}x",
+    }
 
 
 def main():
@@ -210,11 +178,20 @@ def main():
         if a.child:
             print(json.dumps(result))
             return
-    text = markdown(result, a)
-    print(text)
-    if a.out:
-        a.out.parent.mkdir(parents=True, exist_ok=True)
-        a.out.write_text(text)
+    rows = [row(**r) for r in result["rows"]]
+    if not a.result:
+        return print(table(rows))
+    command = f"python tests/bench/group_ops.py {'--verl-python VERL_ENV/bin/python ' * bool(a.verl_python)}"
+    command += f"--sizes {' '.join(map(str, a.sizes))} --group {a.group} --length {a.length} --repeats {a.repeats}"
+    command += (
+        f" --threads {a.threads} --clock {a.clock} --budget_s {a.budget_s:g} --result {a.result}"
+    )
+    notes = (
+        f"Milliseconds ({a.clock} clock, {a.threads} threads), medians; ratios are medians of per-pair ratios (alternating runs). Both "
+        "sides start from the same token rewards or reward columns and end with the same (N, L) token advantages."
+    )
+    title = "Group advantages on large batches"
+    save(a.result, title, rows, command, result["env"], notes, result["rows"])
 
 
 if __name__ == "__main__":

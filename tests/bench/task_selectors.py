@@ -1,27 +1,25 @@
 """Time and memory of one selection and one update, ours and Trinity-RFT's, in one alternating run.
 
-    python tests/bench/task_selectors.py --peer_python PEER/bin/python [--sizes 1000000 10000000] [--rounds 3]
+    python tests/bench/task_selectors.py --peer_python PEER/bin/python [--sizes 1000000 10000000] [--rounds 3] [--result selectors]
 
 PEER is an environment that holds trinity-rft 0.6.0. Both sides run in it, as fresh processes one after the other (ours,
 theirs, ours, ...), on the same arrays and with the same number of torch threads; without --peer_python only ours is
-measured, in this environment. Results go to tests/bench/results/selectors.md.
+measured, in this environment. `--result` stores table and numbers in results/.
 """
 
 import argparse
-import datetime
 import json
 import logging
 import os
-import platform
 import subprocess
 import sys
 import time
 import types
 import warnings
-from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parents[2]
+from common import ROOT, peak_mb, reset_peak, rss_mb, save, table
+
 ANCHORS = {"feature_keys": ["lo", "hi"]}
 COMMON = {"m": 8, "target_reward": 0.5}
 CASES = {
@@ -49,23 +47,6 @@ CASES = {
 OURS_ONLY = {name: (name, {}) for name in ("thompson", "greso", "learnability")}
 
 
-def resident(field: str) -> float:
-    "VmRSS or VmHWM of this process in MB; NaN where the system does not tell."
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return float("nan")
-    return next(int(x.split()[1]) / 1024 for x in lines if x.startswith(field))
-
-
-def reset_peak() -> None:
-    "Start a new high-water mark."
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
-
-
 def worker(side: str, n: int, labels: list[str], batch: int, calls: int) -> list[dict]:
     "Measure one side in this process."
     import numpy as np
@@ -88,20 +69,20 @@ def worker(side: str, n: int, labels: list[str], batch: int, calls: int) -> list
         make = SELECTORS[name] if side == "ours" else SELECTORS.get(name)
         config = TaskSelectorConfig(selector_type=name, seed=0, **options)
         reset_peak()
-        before, start = resident("VmRSS"), time.perf_counter()
+        before, start = rss_mb(), time.process_time()
         s = make(source, config)
-        build = time.perf_counter() - start
+        build = time.process_time() - start
         get, update = [], []
         for _ in range(calls):
-            start = time.perf_counter()
+            start = time.process_time()
             idx = s.get_indices(batch)
-            get.append(time.perf_counter() - start)
+            get.append(time.process_time() - start)
             idx = idx.tolist() if hasattr(idx, "tolist") else list(idx)
             values = (rng.integers(0, 9, batch) / 8).tolist()
-            start = time.perf_counter()
+            start = time.process_time()
             s.feedback(idx, values)
-            update.append(time.perf_counter() - start)
-        peak, held = resident("VmHWM"), resident("VmRSS")
+            update.append(time.process_time() - start)
+        peak, held = peak_mb(), rss_mb()
         row = {
             "side": side,
             "label": label,
@@ -118,29 +99,6 @@ def worker(side: str, n: int, labels: list[str], batch: int, calls: int) -> list
         out.append(row)
         del s
     return out
-
-
-def versions(python: str) -> str:
-    "What the environment holds."
-    names = "numpy torch trinity-rft"
-    code = (
-        "import importlib.metadata as m, platform; got = ['Python ' + platform.python_version()]\n"
-        f"for x in {names.split()!r}:\n"
-        "    try: got.append(x + ' ' + m.version(x))\n"
-        "    except m.PackageNotFoundError: pass\n"
-        "print(', '.join(got))"
-    )
-    return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
-
-
-def cpu() -> str:
-    "Model and number of CPUs."
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    return f"{model}, {os.cpu_count()} cores"
 
 
 def run(python: str, side: str, n: int, labels: list[str], a) -> list[dict]:
@@ -164,30 +122,31 @@ def run(python: str, side: str, n: int, labels: list[str], a) -> list[dict]:
     return rows
 
 
-def table(rows: list[dict], n: int) -> list[str]:
-    "Markdown lines for one size."
-    pick = lambda side, label: [
-        r for r in rows if r["side"] == side and r["label"] == label and r["n"] == n
-    ]
+def row(rows: list[dict], n: int, label: str) -> dict:
+    "Medians of one selector at one size."
+    ours, theirs = (
+        [r for r in rows if (r["side"], r["label"], r["n"]) == (side, label, n)]
+        for side in ("ours", "peer")
+    )
     mid = lambda found, key: median(r[key] for r in found)
-    lines = [
-        "| selector | build s | get + update ms | worst ms | memory MB | peer: build s | peer: get + update ms | peer: memory MB | build x | step x |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for label in CASES | OURS_ONLY:
-        ours, theirs = pick("ours", label), pick("peer", label)
-        if not ours:
-            continue
-        line = f"| {label} | {mid(ours, 'build_s'):.3f} | {mid(ours, 'step_ms'):.3f} | {mid(ours, 'worst_ms'):.2f} | {mid(ours, 'peak_mb'):.0f} |"
-        if theirs:
-            pairs = list(zip(ours, theirs))
-            ratio = lambda key, p=pairs: median(t[key] / max(o[key], 1e-6) for o, t in p)
-            build = f"{ratio('build_s'):.1f}" if mid(ours, "build_s") > 0.001 else ""
-            line += f" {mid(theirs, 'build_s'):.2f} | {mid(theirs, 'step_ms'):.3f} | {mid(theirs, 'peak_mb'):.0f} | {build} | {ratio('step_ms'):.1f} |"
-        else:
-            line += " - | - | - | | |"
-        lines.append(line)
-    return lines
+    out = {
+        "tasks": f"{n:,}",
+        "selector": label,
+        "build s": f"{mid(ours, 'build_s'):.3f}",
+        "get + update ms": f"{mid(ours, 'step_ms'):.3f}",
+        "worst ms": f"{mid(ours, 'worst_ms'):.2f}",
+        "memory MB": f"{mid(ours, 'peak_mb'):.0f}",
+    }
+    if not theirs:
+        return out
+    ratio = lambda key: median(t[key] / max(o[key], 1e-6) for o, t in zip(ours, theirs))
+    return out | {
+        "peer: build s": f"{mid(theirs, 'build_s'):.2f}",
+        "peer: get + update ms": f"{mid(theirs, 'step_ms'):.3f}",
+        "peer: memory MB": f"{mid(theirs, 'peak_mb'):.0f}",
+        "build x": f"{ratio('build_s'):.1f}" if mid(ours, "build_s") > 0.001 else "",
+        "step x": f"{ratio('step_ms'):.1f}",
+    }
 
 
 def main():
@@ -201,39 +160,41 @@ def main():
     ap.add_argument("--batch", type=int, default=512)
     ap.add_argument("--threads", type=int, default=2)
     ap.add_argument("--slow_once", type=int, default=500_000, help="above this size the peer's offline_easy2hard is built in the first round only")  # fmt: skip
-    ap.add_argument("--out", type=Path, default=ROOT / "tests/bench/results/selectors.md")
+    ap.add_argument("--result", help="name of the files in results/")
     ap.add_argument("--job", default=None, help=argparse.SUPPRESS)
     a = ap.parse_args()
     if a.job:
         print(json.dumps(worker(**json.loads(a.job))))
         return
-    python, rows, loads = a.peer_python or sys.executable, [], []
+    python, raw = a.peer_python or sys.executable, []
     for n in a.sizes:
         for r in range(a.rounds):
-            loads.append(os.getloadavg()[0])
             for label in CASES | OURS_ONLY:
-                rows += run(python, "ours", n, [label], a)
+                raw += run(python, "ours", n, [label], a)
                 slow = label == "offline_easy2hard" and n > a.slow_once and r > 0
                 if a.peer_python and label in CASES and not slow:
-                    rows += run(python, "peer", n, [label], a)
-    text = [
-        "# Selecting tasks: time and memory of one selection and one update",
-        "",
-        f"{datetime.date.today()}, {cpu()}, {a.threads} threads; {versions(python)}.",
-        f"Load when the rounds began: {', '.join(f'{x:.1f}' for x in loads)} (other work shared the machine where this is above {a.threads}).",
-        "",
-        "```",
-        f"python tests/bench/task_selectors.py --peer_python PEER/bin/python --sizes {' '.join(map(str, a.sizes))} --rounds {a.rounds} --calls {a.calls} --batch {a.batch}",
-        "```",
-        "",
-        f"A fresh process for each selector and side, in turn; {a.rounds} rounds of {a.calls} steps (the first step apart); medians over rounds, ratios are medians of the pairs (peer / ours). A step is",
-        "`get_indices` and `feedback` of one batch; `shuffle` includes its share of making the order of an epoch. Memory is the peak above the features while",
-        "building and stepping. Of the draws of `difficulty_based` numpy's beta variates alone take some 40 ns a task.",
-    ]
-    for n in a.sizes:
-        text += ["", f"## {n:,} tasks, batch {a.batch}", "", *table(rows, n)]
-    a.out.parent.mkdir(parents=True, exist_ok=True)
-    a.out.write_text("\n".join(text) + "\n")
+                    raw += run(python, "peer", n, [label], a)
+    labels = {r["label"]: None for r in raw}
+    rows = [row(raw, n, label) for n in a.sizes for label in labels]
+    if not a.result:
+        return print(table(rows))
+    command = f"python tests/bench/task_selectors.py {'--peer_python PEER/bin/python ' * bool(a.peer_python)}"
+    command += f"--sizes {' '.join(map(str, a.sizes))} --rounds {a.rounds} --calls {a.calls} --batch {a.batch} --result {a.result}"
+    notes = (
+        f"A fresh process for each selector and side, in turn; {a.threads} threads, {a.rounds} rounds of {a.calls} steps (the first step apart) "
+        f"of {a.batch} tasks; processor time, medians over rounds, ratios are medians of the pairs (peer / ours). A step is `get_indices` and `feedback` of one "
+        "batch; `shuffle` includes its share of making the order of an epoch. Memory is the peak above the features while building and stepping."
+    )
+    title = "Selecting tasks: time and memory of one selection and one update"
+    save(a.result, title, rows, command, facts(python), notes, raw)
+
+
+def facts(python: str) -> dict:
+    "The environment that was measured."
+    code = "import json, common; print(json.dumps(common.environment('trinity-rft')))"
+    where = ROOT / "tests" / "bench"
+    done = subprocess.run([python, "-c", code], cwd=where, capture_output=True, text=True)
+    return json.loads(done.stdout)
 
 
 if __name__ == "__main__":

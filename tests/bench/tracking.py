@@ -1,6 +1,6 @@
 """What tracking costs.
 
-    python tests/bench/tracking.py [--out FILE]           (about 30 s)
+    python tests/bench/tracking.py [--result tracking]           (about 30 s)
 
 Trains the quickstart recipe for some steps with a run directory, samples written at every step, and prints which share of
 the CPU time of those steps went into recording them. Beside it: microseconds to log a full row and samples,
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common import environment, save, table
 from grpo_nb.lab.plots import plot_run
 from grpo_nb.lab.record import Run
 from grpo_nb.metrics import Counters
@@ -108,7 +109,7 @@ def per_call(f, n: int) -> float:
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__)
     ap.add_argument("--steps", type=int, default=10_000, help="rows of the file that is opened")
-    ap.add_argument("--out", type=Path, help="write the table there, as Markdown")
+    ap.add_argument("--result", help="name of the files in results/")
     a = ap.parse_args()
     rng = np.random.default_rng(0)
     out = {}
@@ -155,44 +156,32 @@ def main() -> int:
         assert len(frame) == a.steps
         names = ("open_and_plot_s", "open_s", "plot_4_panels_s", "plot_all_panels_s")
         out |= dict(zip(names, min(best)))
-    text = markdown(out, a.steps)
-    print(text)
-    if a.out:
-        a.out.write_text(text, encoding="utf-8")
+    rows = [{"what": k, "cost": v} for k, v in costs(out, a.steps).items()]
+    notes = "CPU seconds of the process, one thread. The recipe is the quickstart (32 x 8 samples a step) with a run directory and samples written at every step (by default at every tenth)."
+    if a.result:
+        command = f"python tests/bench/tracking.py --result {a.result}"
+        save(a.result, "What tracking costs", rows, command, environment(), notes, out)
+    else:
+        print(table(rows))
     met = out["share_of_step"] < 0.02 and out["open_s"] + out["plot_all_panels_s"] < 2
     print("targets met" if met else "TARGET MISSED: 2 % of a step, 2 s to open and plot")
     return int(not met)
 
 
-def markdown(out: dict, rows: int) -> str:
-    "The table of the docs."
-    import datetime
-    import platform
-
-    import torch
-
+def costs(out: dict, rows: int) -> dict[str, str]:
+    "What is said of each number."
     v = {k: f"{x:.3g}" for k, x in out.items()}
-    lines = [
-        "# What tracking costs",
-        "",
-        f"date: {datetime.date.today()}, torch {torch.__version__}, Python {platform.python_version()}, one thread  ",
-        "command: `python tests/bench/tracking.py`  ",
-        "CPU seconds of the process. The recipe is the quickstart (32 x 8 samples a step) with a run directory and samples "
-        "written at every step (by default at every tenth).",
-        "",
-        "| what | cost |",
-        "|---|---|",
-        f"| a training step, median | {v['step_ms']} ms |",
-        f"| recording it: row, samples, events | {v['record_ms']} ms |",
-        f"| share of all steps | {100 * out['share_of_step']:.2g} % |",
-        f"| creating a run directory | {v['create_s']} s |",
-        f"| a row of {v['metrics_per_row']} metrics | {v['log_us']} us |",
-        f"| 64 samples | {v['log_samples_us']} us |",
-        f"| opening {rows:,} rows ({v['file_mb']} MB) | {v['open_s']} s |",
-        f"| plotting four panels of them | {v['plot_4_panels_s']} s |",
-        f"| plotting all panels | {v['plot_all_panels_s']} s |",
-    ]
-    return "\n".join(lines) + "\n"
+    return {
+        "a training step, median": f"{v['step_ms']} ms",
+        "recording it: row, samples, events": f"{v['record_ms']} ms",
+        "share of all steps": f"{100 * out['share_of_step']:.2g} %",
+        "creating a run directory": f"{v['create_s']} s",
+        f"a row of {v['metrics_per_row']} metrics": f"{v['log_us']} us",
+        "64 samples": f"{v['log_samples_us']} us",
+        f"opening {rows:,} rows ({v['file_mb']} MB)": f"{v['open_s']} s",
+        "plotting four panels of them": f"{v['plot_4_panels_s']} s",
+        "plotting all panels": f"{v['plot_all_panels_s']} s",
+    }
 
 
 if __name__ == "__main__":
