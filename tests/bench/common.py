@@ -72,17 +72,20 @@ def table(rows: list[dict]) -> str:
     )
 
 
-def save(
-    name: str, title: str, rows: list[dict], command: str, env: dict, notes: str = "", raw=None
-):
-    "Write a result table, with what made it, to results/NAME.md (and the raw numbers to NAME.json)."
+def command() -> str:
+    "The command that runs, without the paths of this machine."
+    words = [f"tests/bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    return " ".join(["python", *(re.sub(r".*/bin/python\S*", "PEER/bin/python", x) for x in words)])
+
+
+def save(name: str, title: str, rows: list[dict], env: dict, notes: str, raw: list | dict):
+    "Write a result table, with what made it, to results/NAME.md, and the raw numbers to NAME.json."
     RESULTS.mkdir(exist_ok=True)
     facts = (
         f"{env['cpu']}, {env['cores']} cores, Python {env['python']}, {env['date']}; "
         + ", ".join(f"{k} {v}" for k, v in env["versions"].items())
     )
-    text = f"# {title}\n\n{table(rows)}\n\n{notes.strip()}\n\nCommand: `{command}`\n\nMachine: {facts}\n"
+    text = f"# {title}\n\n{table(rows)}\n\n{notes.strip()}\n\nCommand: `{command()}`\n\nMachine: {facts}\n"
     (RESULTS / f"{name}.md").write_text(text)
-    if raw is not None:
-        (RESULTS / f"{name}.json").write_text(json.dumps(raw) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(raw) + "\n")
     print(text)

@@ -100,11 +100,9 @@ def main():
     rows = [row(**r) for r in raw]
     if not a.result:
         return print(table(rows))
-    sizes = " ".join(map(str, a.samples))
-    command = f"python tests/bench/filter_groups.py --samples {sizes} --G {a.G} --pairs {a.pairs} --result {a.result}"
     notes = f"Medians over {a.pairs} alternating pairs in one process, one thread; the ratio is the median of the pairs' ratios. Both keep the same rows."
     title = "The filter decision against a loop over samples and groups"
-    save(a.result, title, rows, command, environment(), notes, raw)
+    save(a.result, title, rows, environment(), notes, raw)
 
 
 if __name__ == "__main__":

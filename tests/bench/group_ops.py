@@ -181,17 +181,12 @@ def main():
     rows = [row(**r) for r in result["rows"]]
     if not a.result:
         return print(table(rows))
-    command = f"python tests/bench/group_ops.py {'--verl-python VERL_ENV/bin/python ' * bool(a.verl_python)}"
-    command += f"--sizes {' '.join(map(str, a.sizes))} --group {a.group} --length {a.length} --repeats {a.repeats}"
-    command += (
-        f" --threads {a.threads} --clock {a.clock} --budget_s {a.budget_s:g} --result {a.result}"
-    )
     notes = (
         f"Milliseconds ({a.clock} clock, {a.threads} threads), medians; ratios are medians of per-pair ratios (alternating runs). Both "
         "sides start from the same token rewards or reward columns and end with the same (N, L) token advantages."
     )
     title = "Group advantages on large batches"
-    save(a.result, title, rows, command, result["env"], notes, result["rows"])
+    save(a.result, title, rows, result["env"], notes, result["rows"])
 
 
 if __name__ == "__main__":

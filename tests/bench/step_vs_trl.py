@@ -93,8 +93,7 @@ def main():
     if a.peer_python:
         ratios = ", ".join(f"{cost(p['TRL']) / cost(p['ours']):.2f}" for p in pairs)
         notes += f" TRL's processor seconds per step over ours, by seed: {ratios}."
-    command = "python tests/bench/step_vs_trl.py " + " ".join(sys.argv[1:])
-    save("step_vs_trl", "Training steps, ours and TRL's", rows, command, env, notes, pairs)
+    save("step_vs_trl", "Training steps, ours and TRL's", rows, env, notes, pairs)
 
 
 if __name__ == "__main__":

@@ -178,15 +178,13 @@ def main():
     rows = [row(raw, n, label) for n in a.sizes for label in labels]
     if not a.result:
         return print(table(rows))
-    command = f"python tests/bench/task_selectors.py {'--peer_python PEER/bin/python ' * bool(a.peer_python)}"
-    command += f"--sizes {' '.join(map(str, a.sizes))} --rounds {a.rounds} --calls {a.calls} --batch {a.batch} --result {a.result}"
     notes = (
         f"A fresh process for each selector and side, in turn; {a.threads} threads, {a.rounds} rounds of {a.calls} steps (the first step apart) "
         f"of {a.batch} tasks; processor time, medians over rounds, ratios are medians of the pairs (peer / ours). A step is `get_indices` and `feedback` of one "
         "batch; `shuffle` includes its share of making the order of an epoch. Memory is the peak above the features while building and stepping."
     )
     title = "Selecting tasks: time and memory of one selection and one update"
-    save(a.result, title, rows, command, facts(python), notes, raw)
+    save(a.result, title, rows, facts(python), notes, raw)
 
 
 def facts(python: str) -> dict:

@@ -159,8 +159,7 @@ def main() -> int:
     rows = [{"what": k, "cost": v} for k, v in costs(out, a.steps).items()]
     notes = "CPU seconds of the process, one thread. The recipe is the quickstart (32 x 8 samples a step) with a run directory and samples written at every step (by default at every tenth)."
     if a.result:
-        command = f"python tests/bench/tracking.py --result {a.result}"
-        save(a.result, "What tracking costs", rows, command, environment(), notes, out)
+        save(a.result, "What tracking costs", rows, environment(), notes, out)
     else:
         print(table(rows))
     met = out["share_of_step"] < 0.02 and out["open_s"] + out["plot_all_panels_s"] < 2

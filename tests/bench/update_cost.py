@@ -186,8 +186,7 @@ def write(a, env, found):
         "`all samples`: those with advantage 0 are run too; `sums`: the reward is the right answer, so that many groups are all right "
         "or all wrong and need no pass (TRL runs them). On a CPU TRL's fused kernels are not available: this says nothing about a GPU."
     )
-    command = "python tests/bench/update_cost.py" + (" --peer-python …" if a.peer_python else "")
-    save("update_cost", "Cost of an update: epochs and chunks", rows, command, env, notes, found)
+    save("update_cost", "Cost of an update: epochs and chunks", rows, env, notes, found)
 
 
 if __name__ == "__main__":
