@@ -40,6 +40,12 @@ def environment(*packages) -> dict:
     )
 
 
+def environment_of(python, *packages) -> dict:
+    "The same of the environment of another library."
+    code = f"import json, common; print(json.dumps(common.environment(*{packages!r})))"
+    return child([python, "-c", code], cwd=Path(__file__).parent)
+
+
 def rss_mb() -> float:
     "Resident memory now (Linux)."
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import ROOT, child, environment, median, peak_mb, save
+from common import ROOT, child, environment_of, median, peak_mb, save
 
 PEER = Path(__file__).parent / "peers" / "trl_step.py"
 LEVEL = 0.6  # mean training reward of ten steps
@@ -75,7 +75,7 @@ def main():
     a = ap.parse_args()
     if a.mode:
         return ours(a)
-    env, rows, pairs = environment("trl"), [], []
+    env, rows, pairs = environment_of(a.peer_python or sys.executable, "trl"), [], []
     same = ["--model", ROOT / "data/tiny-llama", "--rows", ROOT / "data/tasks/middle_train.jsonl"]
     for turn, seed in enumerate(a.seeds):
         jobs, pair = {"ours": [sys.executable, __file__, "--mode", "ours"]}, {"seed": seed}

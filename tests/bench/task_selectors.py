@@ -18,7 +18,7 @@ import types
 import warnings
 from statistics import median
 
-from common import ROOT, peak_mb, reset_peak, rss_mb, save, table
+from common import ROOT, environment_of, peak_mb, reset_peak, rss_mb, save, table
 
 ANCHORS = {"feature_keys": ["lo", "hi"]}
 COMMON = {"m": 8, "target_reward": 0.5}
@@ -184,15 +184,7 @@ def main():
         "batch; `shuffle` includes its share of making the order of an epoch. Memory is the peak above the features while building and stepping."
     )
     title = "Selecting tasks: time and memory of one selection and one update"
-    save(a.result, title, rows, facts(python), notes, raw)
-
-
-def facts(python: str) -> dict:
-    "The environment that was measured."
-    code = "import json, common; print(json.dumps(common.environment('trinity-rft')))"
-    where = ROOT / "tests" / "bench"
-    done = subprocess.run([python, "-c", code], cwd=where, capture_output=True, text=True)
-    return json.loads(done.stdout)
+    save(a.result, title, rows, environment_of(python, "trinity-rft"), notes, raw)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import RESULTS, ROOT, child, environment, median, peak_mb, reset_peak, rss_mb, save
+from common import RESULTS, ROOT, child, environment_of, median, peak_mb, reset_peak, rss_mb, save
 
 SHAPES = {
     "tiny": dict(prompts=32, generations=8, tokens=10),
@@ -126,7 +126,7 @@ def main():
     a = ap.parse_args()
     if a.mode:
         return ours(a)
-    env, found = environment("trl"), []
+    env, found = environment_of(a.peer_python or sys.executable, "trl"), []
     with tempfile.TemporaryDirectory() as tmp:
         for model in a.models:
             make_folder(Path(tmp) / model, a.vocab if model == "wide" else None)
