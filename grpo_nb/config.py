@@ -254,7 +254,10 @@ def _one_line(error: pydantic.ValidationError, cls: type) -> str:
         return f"{key} is missing, got {value!r}."
     if kind.startswith("dataclass"):
         section = next((h for h in _flat(hint) if dataclasses.is_dataclass(h)), None)
-        first = section and dataclasses.fields(section)[0]
+        plain = (
+            f for f in dataclasses.fields(section or cls) if f.default is not dataclasses.MISSING
+        )
+        first = section and next(plain, None)
         such = f", such as {{{first.name}: {first.default}}}" if first else ""
         return f"{key or 'The configuration'} needs a mapping{such}, got {value!r}."
     return f"{key} must be {accepts(hint)}, got {value!r}."

@@ -209,7 +209,13 @@ class Registry(dict):
     register_module = register
 
     def __missing__(self, name):
-        raise ValueError(unknown_name(self.kind, name, self))
+        said = unknown_name(self.kind, name, self)
+        own = (
+            ""
+            if "Did you mean" in said
+            else " Register your own first, for a command in mine.py (python mine.py train)."
+        )
+        raise ValueError(said + own)
 
     def resolve(self, given: str | Callable) -> tuple[str, Any]:
         "Name and component, of a registered name or of a function itself."
@@ -238,7 +244,9 @@ def call(
         inspect.signature(f).bind(*args, **keys)
     except TypeError as e:
         kinds = ", ".join([type(x).__name__ for x in args] + [f"{k}=" for k in keys])
-        raise ValueError(f"The {self.kind} {name!r} is called with ({kinds}): {e}.") from None
+        raise ValueError(
+            f"The {self.kind} {name!r} is called with ({kinds}), but takes {inspect.signature(f)}: {e}."
+        ) from None
     answer = f(*args, **keys)
     try:
         x = torch.as_tensor(answer)

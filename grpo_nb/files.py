@@ -138,6 +138,11 @@ def _plain_log(text: str) -> str:
     return re.sub(r"\b(?:np|numpy|torch|tensor)[\w.]{0,20}\(([^(),\n]*)[^()\n]*\)", r"\1", text)
 
 # %% ../nbs/ground/00_files.ipynb #b34ba38b
+def _json_fault(error: Exception) -> str:
+    "What is wrong with a line of JSON, without the number 1 that the parser gives to every line."
+    return re.sub(r": line 1 (column \d+) \(char \d+\)", r" at \1", str(error))
+
+
 def read_jsonl(path: str | Path) -> tuple[list[dict], list[str]]:
     "All rows of a JSON-lines file, and one message for each line that could not be read."
     lines = _as_utf8(path).removesuffix(b"\n").split(b"\n")
@@ -151,7 +156,7 @@ def read_jsonl(path: str | Path) -> tuple[list[dict], list[str]]:
                 raise ValueError("not an object")
             rows.append(row)
         except (ValueError, RecursionError) as e:
-            broken.append(f"line {i}{' (the last)' if i == len(lines) else ''}: {e}")
+            broken.append(f"line {i}{' (the last)' if i == len(lines) else ''}: {_json_fault(e)}")
     return rows, broken
 
 # %% ../nbs/ground/00_files.ipynb #658b8923

@@ -19,6 +19,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from .config import unknown_name
+from .files import _json_fault
 from .core import _field_of, index_of
 
 # %% ../nbs/method/01_tasks.ipynb #91549287
@@ -92,7 +93,7 @@ def row(self: _JsonlRows, i: int) -> dict:
     except (ValueError, RecursionError) as e:
         cut_off = self.line_of[i] == len(self.lines) - 1
         hint = ", and the file ends inside this row: was it cut off?" if cut_off else ""
-        fault = f"not valid JSON{hint} ({e}). Write one JSON object per line."
+        fault = f"not valid JSON{hint} ({_json_fault(e)}). Write one JSON object per line."
     else:
         if isinstance(row, dict):
             return row

@@ -249,7 +249,7 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
     own = {"filter_groups.metric": [len]}  # a function belongs into a variant
     refused("the function .*len in filter_groups.metric.*: make it a variant", {"a": {}}, tune=own)
     refused("no held-out tasks", {"a": {}}, base={"tasks": {"eval": None}})
-    refused("needs a mapping, got 3", {"a": {}}, base=3)
+    refused("base must be a recipe, .* got 3", {"a": {}}, base=3)
     for name in ("workers", "threads"):
         for wrong in (0, "2", 1.5, None):
             refused(f"{name} must be a whole number", **{name: wrong})

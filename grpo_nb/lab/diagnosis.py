@@ -296,7 +296,9 @@ def _gradient(frame) -> _Finding:
 # %% ../../nbs/lab/02_diagnosis.ipynb #e74e2751
 @_RULES.register("D9 reward hacking")
 def _reward_hacking(frame) -> _Finding:
-    reward, held = need(frame, "reward"), need(frame, *HELD_OUT)
+    reward, held = need(frame, "reward"), column(frame, *HELD_OUT)
+    if held is None:
+        raise MissingMetric(f"missing {' or '.join(HELD_OUT)}: set eval.every and held-out tasks")
     at = np.flatnonzero(np.isfinite(held))[-3:]
     trained = [_now(reward[: i + 1]) for i in at]
     gap = float(np.mean(trained - held[at]))

@@ -126,7 +126,8 @@ def _draw_panel(ax, panel: Panel, x) -> None:
     ax.set_ylabel(panel.ylabel, fontsize=9)
     if len(lines) > 1 or panel.limit:
         ax.legend(fontsize=9, handlelength=1.2, frameon=panel.stacked, edgecolor="none")
-    ax.text(0.02, 0.95, panel.note, transform=ax.transAxes, va="top", **_QUIET)
+    same = len(values) > 1 and values.min() == values.max() and f"always {values[0]:g}"
+    ax.text(0.02, 0.95, panel.note or same or "", transform=ax.transAxes, va="top", **_QUIET)
 
 # %% ../../nbs/lab/02_plots.ipynb #59c2bca9
 def _logged(frame, metrics: Mapping[str, str] | str) -> dict[str, np.ndarray]:

@@ -455,7 +455,7 @@ def _runs_table(study: Study) -> str:
 @patch
 def report(
     self: Study,
-    path: str | Path,  # an HTML file
+    path: str | Path = "report.html",
     title: str = "Comparison",
     **kw,  # of `table`
 ) -> Path:

@@ -20,7 +20,7 @@ from typing import Any
 
 from fastcore.basics import patch
 
-from ..config import Count, build_config, configuration, override
+from ..config import Count, configuration, override
 from ..files import hide_secrets, leaves, plain
 from .budgets import _to_budget
 from .frames import flat_keys
@@ -39,8 +39,21 @@ def _same_for_all(key: str) -> bool:
     return any(f"{key}.".startswith(f"{same}.") for same in _SAME_FOR_ALL)
 
 # %% ../../nbs/lab/07_spec.ipynb #30a58298
+def _check_keyed(name: str, needs: str, given: Any, kinds: type | tuple) -> None:
+    "Keys and values are compared, no objects."
+    named = given if isinstance(given, Mapping) else ()
+    if not isinstance(given, kinds) or not all(isinstance(key, str) for key in named):
+        raise ValueError(
+            f"{name} must be {needs}, got {given!r:.60}. Models and tasks are named by their files, {{'policy.model': folder, "
+            "'tasks.train': file}, or made by make=f(config) -> trainer."
+        )
+
+
 def _check_variants(variants: Mapping[str, Mapping]) -> None:
     "Variants change nothing that makes the runs comparable."
+    _check_keyed("variants", "{name: {key: value}}", variants, Mapping)
+    for name, keys in variants.items():
+        _check_keyed(f"variants[{name!r}]", "{key: value}", keys, Mapping)
     if not variants:
         raise ValueError("There are no variants to compare.")
     for name, keys in variants.items():
@@ -55,8 +68,9 @@ def _open_base(base: str | Path | Mapping | list | GRPOConfig | None) -> GRPOCon
     "The configuration that variants change: of a recipe, of keys as `GRPO` takes them, or the defaults."
     if isinstance(base, (str, Path)):
         return load_config(base)
-    keys = base is None or isinstance(base, (Mapping, list))
-    return override(GRPOConfig(), base or {}) if keys else build_config(GRPOConfig, base)
+    needs = "a recipe, {key: value} or a GRPOConfig"
+    _check_keyed("base", needs, base, (type(None), Mapping, list, GRPOConfig))
+    return base if isinstance(base, GRPOConfig) else override(GRPOConfig(), base or {})
 
 # %% ../../nbs/lab/07_spec.ipynb #edadc98c
 def _seed_list(name: str, seeds: int | Iterable[int]) -> list[int]:
@@ -77,7 +91,7 @@ class Spec:
 
     elsewhere = {"steps": "budget=Steps(n)"}  # what a misplaced key is called here
 
-    variants: dict[str, dict[str, Any]]  # name: keys that it sets
+    variants: Any  # {name: keys that it sets}
     base: Any = None  # recipe path, keys or GRPOConfig that the variants change
     seeds: Any = 5  # a number of seeds, or a list of them
     budget: Any = None  # of every run, such as {samples: 20000}
