@@ -60,6 +60,9 @@ def main():
     for nb in proc.rglob("*.ipynb"):  # links in markdown name notebooks by their files
         text = nb.read_text(encoding="utf-8")
         text = re.sub(r"\]\(((?:[\w.]+/)*)\d+_([\w.]+\.ipynb)", r"](\1\2", text)
+        text = re.sub(
+            r"\[\[(`[^`]+`)\]\([^)]*\)\]\(", r"[\1](", text
+        )  # nbdev links names in links, too
         nb.write_text(text, encoding="utf-8")
     shutil.rmtree(SITE, ignore_errors=True)
     subprocess.run(["smalldocs", "render", str(proc)], check=True)
@@ -88,6 +91,7 @@ def main():
             re.escape(blob) + r"(?:grpo_nb/)?([\w/]+)\.py(#L\d+)?", rf"{up}source/\1.py.txt", text
         )
         text = text.replace(home + "/", up or "./")
+        text = re.sub(r"\[`([\w.]+)`\]\(([^)\s]+)\)", r'<a href="\2">\1</a>', text)  # in signatures
         text = re.sub(r'(<(?:script|link)[^>]*?)\s+integrity="[^"]*"', r"\1", text)
         page.write_text(name_pictures(link_papers(text)), encoding="utf-8")
     for css in SITE.rglob("*.css"):
@@ -127,6 +131,22 @@ def name_pictures(text: str) -> str:
     return re.sub(r"<img((?![^>]*\balt=)[^>]*>)", named, text)
 
 
+RANKED = """window.ranked = (asked) => {  // entries with every word, the heading before the text
+  const plain = (t) => t.toLowerCase().replace(/[\\s_-]+/g, " ").trim();
+  const q = plain(asked), words = q.split(" ");
+  const share = (t, edge = "") => words.filter((w) => `${edge}${t}`.includes(`${edge}${w}`)).length / words.length;
+  const whole = (t) => ` ${t.replace(/[^a-z0-9. ]/g, " ")} `.includes(` ${q} `);
+  const value = (e) => {
+    const [title, section, text] = [e.title, e.section, e.text].map(plain);
+    if (share(`${title} ${section} ${text}`) < 1) return 0;
+    const named = (e.also || []).includes(q) || !section && whole(title) ? 18 : [section, section.split(".").pop()].includes(q) ? 9 : 0;
+    return named + 6 * whole(section) + 3 * section.includes(q) + share(section, " ") + whole(title) + 2 * text.includes(q)
+      + /^[a-z]+config$/.test(section) + 1;
+  };
+  return window.searchIndex.map((e) => [value(e), e]).filter((v) => v[0]).sort((a, b) => b[0] - a[0]).map((v) => v[1]);
+};"""
+
+
 def search_from_disk():
     "The index becomes a script, as a page on the disk may fetch nothing; sections that name what was asked come first."
     from grpo_nb.config import describe
@@ -138,7 +158,22 @@ def search_from_disk():
         href = f"configuration.html#{section or 'top-level'}"
         text = f"{row['meaning']} ({row['accepts']}; default {row['default']})"
         index.append(dict(title="Configuration", section=row["key"], text=text, href=href))
-    (SITE / "search.js").write_text(f"window.searchIndex = {json.dumps(index)};", encoding="utf-8")
+    page = (SITE / "integrations" / "coming_from.html").read_text(encoding="utf-8")
+    _, _, table = page.partition('id="words-side-by-side"')
+    for words, ours in re.findall(
+        "<tr>\\s*<td.*?>(.*?)</td>\\s*<td.*?>(.*?)</td>", table.partition("</table>")[0], re.S
+    ):
+        (href,) = re.findall('href="([^"]*)"', ours)
+        href = (
+            os.path.normpath(f"integrations/{href}")
+            if href[0] != "#"
+            else f"integrations/coming_from.html{href}"
+        )
+        words, text = (html.unescape(re.sub("<[^>]*>", "", x)) for x in (words, ours))
+        also = re.split(", ", words.lower().replace("_", " "))
+        index.append(dict(title="Coming from TRL", section=words, text=text, href=href, also=also))
+    script = f"window.searchIndex = {json.dumps(index)};\n{RANKED}"
+    (SITE / "search.js").write_text(script, encoding="utf-8")
     (script,) = SITE.rglob("smalldocs.js")
     text = script.read_text(encoding="utf-8")
     for old, new in [
@@ -153,9 +188,7 @@ def search_from_disk():
         ),
         (
             "fuse.search(q, { limit }).map((h) => h.item)",
-            """fuse.search(q).map((h) => h.item).map((e) => [[e.section, e.text].findIndex((t) =>
-        t.toLowerCase().includes(q.toLowerCase())), e]).sort((a, b) => (a[0] + 3) % 3 - (b[0] + 3) % 3)
-        .map((e) => e[1]).slice(0, limit)""",
+            """(window.ranked(q).length ? window.ranked(q) : fuse.search(q).map((h) => h.item)).slice(0, limit)""",
         ),
     ]:
         assert old in text, f"smalldocs.js no longer holds {old}"
@@ -187,6 +220,10 @@ def check_links(pages) -> list[str]:
                 and f'id="{anchor}"' not in texts.get(target, f'id="{anchor}"')
             ):
                 bad.append(f"{page.name}: no such place: {url}")
+        bad += [
+            f"{page.name}: no link: {x}"
+            for x in re.findall(r"\]\([^)\s]+\.(?:html|ipynb)[^)]*\)", text)
+        ]
         silent = re.findall(r'<img(?![^>]*\balt="[^"]).*?>', text)
         bad += [f"{page.name}: a picture without words: {x[:80]}" for x in silent]
         bad += [

@@ -122,6 +122,9 @@ def search(browser, shots: Path):
     for asked, *wanted in (
         ("kl_coef", "configuration.html#update.loss", "losses.html#lossconfig"),
         ("LossConfig", "LossConfig"),
+        ("custom reward", "replace.html#a-reward"),
+        ("gradient accumulation", "configuration.html#update"),
+        ("multi gpu", "scale_out.html"),
         ("filter_groups.rule", "configuration.html#filter_groups"),
         ("compute_advantages", "advantages.html#compute_advantages"),
         ("TokenPolicy.generate", "policies.tokens.html#tokenpolicy.generate"),
