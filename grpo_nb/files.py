@@ -120,22 +120,20 @@ def _as_utf8(path: str | Path) -> bytes:
     if data.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\3\4")):
         raise ValueError(f"{path} is compressed: unpack it first.")
     even, odd = (data[i:4000:2].count(0) for i in (0, 1))  # of two bytes, one is mostly 0
-    if (mark := data[:2]) in (b"\xff\xfe", b"\xfe\xff") or 8 * abs(even - odd) > len(data[:4000]):
-        big = even > odd if mark != b"\xff\xfe" else False
-        data = data.decode("utf-16-be" if big else "utf-16-le", errors="replace").encode()
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff") or 8 * abs(even - odd) > len(data[:4000]):
+        wide = "utf-16-be" if even > odd else "utf-16-le"
+        data = data.decode(wide, errors="replace").encode()
     return data.removeprefix(b"\xef\xbb\xbf")
 
 # %% ../nbs/ground/00_files.ipynb #52ce24ac
-def _read_log(path: str | Path) -> str:
-    "What a program printed into a file, in plain text: one kind of line break, no colours, numbers without their type."
-    text = _as_utf8(path).decode(errors="replace").replace("\0", "")
-    return _plain_log("\n".join(text.splitlines()))
-
-
 def _plain_log(text: str) -> str:
-    "Printed text without colours, and with 5 for `np.int64(5)` and `tensor(5, device='cuda:0')`."
-    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
+    "Printed text with one kind of line break, no colours, and 5 for `np.int64(5)` and `tensor(5, device='cuda:0')`."
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\0", "", "\n".join(text.splitlines()))
     return re.sub(r"\b(?:np|numpy|torch|tensor)[\w.]{0,20}\(([^(),\n]*)[^()\n]*\)", r"\1", text)
+
+
+def _read_log(path: str | Path) -> str:
+    return _plain_log(_as_utf8(path).decode(errors="replace"))
 
 # %% ../nbs/ground/00_files.ipynb #b34ba38b
 def _json_fault(error: Exception) -> str:

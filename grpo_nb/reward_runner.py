@@ -149,7 +149,8 @@ def table(self: _RewardRecord) -> np.ndarray:  # (N, R, K)
 @patch
 def _file(self: _RewardRecord, n: int, r: int, value: list[float], result: _CallResult) -> list:
     "Note the outcome for sample n and component r, and give back what stands there under its policy."
-    name, outcome, message = self.components[r], result.outcome, result.message
+    name, outcome = self.components[r], result.outcome
+    message = " ".join(result.message.split())
     if outcome == "ok" and any(abs(x) > _FLOAT32_MAX for x in value):
         outcome = "nonfinite"
         message = f"expected finite float32 numbers, got {_shown(value if value[1:] else value[0])}"

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from transformers import BertConfig, BertLMHeadModel
 
 from grpo_nb.cli import _open_block
 from grpo_nb.config import describe, given_keys
@@ -333,6 +334,9 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
     assert trainer.sample(ROWS[:2]).tasks[0]["answer"] == "1"
 
 
+BERT = dict(vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "do, message",
     [
@@ -393,6 +397,13 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
         (lambda p: TokenPolicy(p.model, p.tokenizer, stop=-1), "stop=-1 is not one token"),
         (lambda p: TokenPolicy(p.model, p.tokenizer, stop=[10**6]), "stop=1000000 is not one token"),
         (lambda p: TokenPolicy(p.model, p.tokenizer, temperature=float("inf")), "must be > 0 and finite"),
+        (lambda p: TokenPolicy(p.model, p.tokenizer, stop=torch.tensor([5, 10**6])), "stop=1000000 is not one token"),
+        (lambda p: TokenPolicy(p.model, p.tokenizer, stop=object()), "stop=<object.* is not one token"),
+        (lambda p: TokenPolicy(p.model, p.tokenizer, gradient_checkpointing=torch.ones(2)), "gradient_checkpointing is True or False"),
+        (lambda p: TokenPolicy(p.model, p.tokenizer, shard="false"), "shard is True or False, got 'false'"),
+        (lambda p: TokenPolicy(p.model, p.tokenizer, chunk_tokens=0), "chunk_tokens must be"),
+        (lambda p: TokenPolicy(p.model, p.tokenizer.backend_tokenizer), "tokenizer is one of transformers, got a Tokenizer"),
+        (lambda p: TokenPolicy(BertLMHeadModel(BertConfig(**BERT)), p.tokenizer).generate("1"), "BertLMHeadModel cannot be trained as a causal"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_one_line_with_what_to_do(do, message, policy):

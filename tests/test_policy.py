@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -49,6 +51,13 @@ MODELS = {
     "gemma2_cap": Gemma2Config(
         **SIZE, **EDGE, num_key_value_heads=2, head_dim=8, final_logit_softcapping=5.0
     ),
+    "lfm2_convolutions": Lfm2Config(
+        **SIZE,
+        **EDGE,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+    ),  # fmt: skip
     "gpt2_dropout": GPT2Config(**SIZE, **EDGE, resid_pdrop=0.5),
 }
 PROMPTS = ("<bos>1+2=", "<bos>12-25+4=", "<bos>7=", "<bos>1+2=")
@@ -298,6 +307,46 @@ def test_a_conversation_has_one_beginning_and_one_system_message(prompt, system,
             p.encode(prompt)
 
 
+PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}a"
+FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "template, prompt, want",
+    [
+        (PARTS, [U | {"content": [{"type": "text", "text": "1+"}]}], "1+a"),
+        (PARTS, "1+", "leaves out what"),  # a text has no parts, so nothing is left of it
+        ("a", "1+", "leaves out what"),
+        (FIRST + TEMPLATE, [S, U], "<bos>s8<bos>u1+a"),
+        (FIRST + TEMPLATE, "1+", "no system"),
+        (TEMPLATE, [U, A | {"content": None, "tool_calls": []}], "The chat template does not take"),
+    ],
+)
+def test_a_template_says_what_the_messages_say(template, prompt, want):
+    p = TokenPolicy.from_pretrained("data:tiny-llama")
+    p.tokenizer.chat_template, p.chat = template, True
+    if want.endswith("a"):
+        assert p.tokenizer.decode(p.encode(prompt)) == want
+    else:
+        with pytest.raises(ValueError, match=want):
+            p.encode(prompt)
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0.5}, {"pad_token_id": -1}, {"max_new_tokens": -1}], ids=str)  # fmt: skip
+def test_what_was_trained_is_written_whatever_the_generation_config_says(wrong, tmp_path):
+    p = TokenPolicy.from_pretrained("data:tiny-llama", stop=[7])
+    vars(p.model.generation_config).update({"do_sample": False} | wrong)
+    with pytest.warns(UserWarning, match="Only eos_token_id is written"):
+        p.save_pretrained(tmp_path)
+    assert TokenPolicy.from_pretrained(tmp_path).stop == p.stop
+
+
+def test_stops_are_read_from_tensors_and_what_stands_for_none(tokenizer):
+    model = load_model("data:tiny-llama")[0]
+    model.generation_config.eos_token_id, model.config.eos_token_id = torch.tensor([2, 9]), -1
+    assert TokenPolicy(model, tokenizer, stop=np.array([5])).stop == [2, 5, 9]
+
+
 def _broken(folder: Path, kind: str):
     "Damage a model folder, or put code into it."
     code = "open('RAN', 'w')"
@@ -389,8 +438,11 @@ def test_models_read_in_several_threads_are_whole():
     assert all(m.lm_head.weight is m.model.embed_tokens.weight for m in read)
 
 
-def test_an_adapter_is_written_in_the_format_of_peft(tmp_path):
-    p, base = (TokenPolicy.from_pretrained("data:tiny-llama", lora=o) for o in ({"r": 4}, None))
+@pytest.mark.parametrize("target", ["all-linear", ["lm_head", "embed_tokens"]], ids=str)  # tied
+@pytest.mark.filterwarnings("ignore:.*(not a linear layer|save_embedding_layers)")
+def test_an_adapter_is_written_in_the_format_of_peft(target, tmp_path):
+    lora = {"r": 4, "target_modules": target}
+    p, base = (TokenPolicy.from_pretrained("data:tiny-llama", lora=o) for o in (lora, None))
     with pytest.raises(ValueError, match="has no adapter"):
         base.save_adapter(tmp_path)
     torch.manual_seed(0)
@@ -399,6 +451,7 @@ def test_an_adapter_is_written_in_the_format_of_peft(tmp_path):
     p.save_adapter(tmp_path)
     assert sum(f.stat().st_size for f in tmp_path.iterdir()) < 200_000
     with warnings.catch_warnings(action="error", category=UserWarning):  # of keys that are missing
+        warnings.filterwarnings("ignore", ".*tied layer")
         again = TokenPolicy(peft.PeftModel.from_pretrained(base.model, tmp_path), base.tokenizer)
     ids = torch.tensor([p.encode("<bos>42-25=")])
     assert torch.equal(again.model(ids).logits, p.model(ids).logits)

@@ -223,6 +223,17 @@ def test_reading_takes_no_lock_and_writes_nothing(tmp_path):
     assert {p.name: p.read_bytes() for p in run.dir.iterdir()} == before
 
 
+@pytest.mark.parametrize("text", ["update: [1]", "update: {kl_stop: true}", "update: {kl_stop: {target: x}}", "[" * 3000, "{a: ["])  # fmt: skip
+def test_a_configuration_of_another_shape_stops_no_reading(tmp_path, text):
+    with Run.create(tmp_path / "r") as run:
+        run.log(1, {"reward": 1.0})
+    deep = "[" * 100_000
+    for name, damage in {"config.yaml": text, "status.json": deep, "events.jsonl": deep}.items():
+        (run.dir / name).write_text(damage)
+    with warnings.catch_warnings(action="ignore"):
+        assert Run.open(run.dir).frame().reward.tolist() == [1.0] and len(run.events()) == 0
+
+
 def test_missing_and_doubled_rows_are_said(tmp_path):
     with Run.create(tmp_path / "r") as run:
         run.log(1, {"x": 1})

@@ -289,6 +289,27 @@ def test_a_second_interrupt_inside_an_update_says_what_is_left_and_keeps_the_che
     one.close(), again.close()
 
 
+class Impatient:
+    "Interrupts each step, and its saving twice."
+
+    def on_step_end(self, trainer, row):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def on_save(self, trainer, path):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_interrupts_while_saving_leave_a_run_that_is_called_interrupted(tmp_path):
+    trainer = make("steps=3", f"run.dir={tmp_path}", callbacks=[Impatient()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    trainer.close()
+    assert trainer.run.status["state"] == "interrupted" and trainer.step_done == 1
+
+
 def test_an_update_that_fails_before_its_first_step_leaves_the_weights(capsys):
     trainer = make("steps=3").fit(1)
     before = weights(trainer)

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..files import _plain_log, _read_log
+from ..files import _as_utf8, _plain_log
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #4087a695
 _N = r"\d+(?:\.\d+)?(?:[eE][-+]?\d{1,2})?"
@@ -202,7 +202,7 @@ def parse_filter_logs(
     import pandas as pd
 
     readers: dict[str, _Reader] = {}
-    lines = _log_text(source).splitlines()
+    lines = _plain_log(_log_text(source)).split("\n")
     unread, worker = [], ""
     for line in lines:
         facts = _match_line(line)
@@ -237,12 +237,12 @@ def _worker_of(line: str, before: str, told: bool) -> str:
 def _log_text(source: str | Path) -> str:
     "The text of a log: a path is read, a text with line breaks is taken as it is."
     if isinstance(source, str) and (not source.strip() or re.search(r"[\r\n]|.{4096}", source)):
-        return _plain_log(source)
+        return source
     path = Path(source)
     if path.is_file():
-        return _read_log(path)
-    if isinstance(source, str) and _match_line(_plain_log(source)):
-        return _plain_log(source)
+        return _as_utf8(path).decode(errors="replace")
+    if isinstance(source, str) and _match_line(source):
+        return source
     raise FileNotFoundError(
         f"No log file {str(source)!r}. Give an existing file, or the text of a log."
     )

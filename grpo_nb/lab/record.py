@@ -141,7 +141,7 @@ def _read_tree(path: Path) -> dict:
         if isinstance(tree := read(path.read_text(encoding="utf-8")), dict):
             return tree
         said = "it holds no mapping"
-    except (OSError, ValueError, yaml.YAMLError) as e:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as e:
         said = " ".join(str(e).split())
     warnings.warn(f"{path} is damaged and left out: {said}.", stacklevel=3)
     return {}
@@ -188,8 +188,9 @@ def rows(
 def frame(self: Run):
     "Metrics as a DataFrame: one row per step, numbers only."
     rows, broken = self.rows()
-    stop = (self.config.get("update") or {}).get("kl_stop") or {}
-    limit = stop["target"] * stop.get("factor", 1.5) if stop.get("target") else None
+    flat = {"update.kl_stop.factor": 1.5} | flat_keys(self.config)
+    stop = [flat.get(f"update.kl_stop.{k}") for k in ("target", "factor")]
+    limit = math.prod(stop) if all(isinstance(x, (int, float)) for x in stop) else None
     return _rows_to_frame(rows, run=self.name, broken_lines=broken, kl_limit=limit)
 
 # %% ../../nbs/lab/01_record.ipynb #f1d297e0

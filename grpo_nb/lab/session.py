@@ -81,7 +81,8 @@ def _interrupts(trainer: GRPO, then: str):
             asked_at.append(time.monotonic())
             trainer.stop = name = signal.Signals(signum).name
             say(f"\n{name}: finishing this step, then {then}; once more stops at once.")
-        elif place()[1] == 1 or time.monotonic() - asked_at[0] > 3:
+        elif len(asked_at) < 2 and place()[1] == 1 or time.monotonic() - asked_at[-1] > 3:
+            asked_at.append(time.monotonic())  # more of them would cut the record that ends it
             raise KeyboardInterrupt  # not at once: torchrun passes on what a terminal tells all
 
     main = threading.current_thread() is threading.main_thread()
@@ -196,8 +197,8 @@ def on_fit_end(self: _Session, trainer: GRPO):
             self._note_changes()
         if not trainer.broken:
             self._autosave(end=True)
-    except (CheckpointError, OSError):
-        self.mark("failed")
+    except BaseException as e:
+        self.mark("interrupted" if isinstance(e, KeyboardInterrupt) else "failed")
         raise
     bad = trainer.broken or trainer.bad_steps >= trainer.config.max_bad_steps
     if self.interrupted or bad:

@@ -230,6 +230,13 @@ class Network:
         head = self.head
         return hidden.float() if head is None else head(hidden)
 
+# %% ../../nbs/method/02_policies.decoding.ipynb #90057726
+@functools.cache
+def _cache_argument(kind: type) -> str:
+    "What this version of transformers calls the cache."
+    names = inspect.signature(kind.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
 # %% ../../nbs/method/02_policies.decoding.ipynb #4feaceab
 @torch.no_grad()
 def _linear_head(model: nn.Module) -> tuple[float, float | None] | None:
@@ -238,11 +245,13 @@ def _linear_head(model: nn.Module) -> tuple[float, float | None] | None:
     scale = getattr(config, "logit_scale", None)
     scale = scale or 1 / (getattr(config, "logits_scaling", None) or 1)
     cap = getattr(config, "final_logit_softcapping", None)
+    device = next(model.parameters()).device
+    ids = torch.arange(4, device=device)[None] % config.get_text_config().vocab_size
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    want = model(**given).logits[0].float()
+    _check_causal(model, ids, want)
     if isinstance(layer, nn.Linear) and model.base_model is not model:
-        device = next(model.parameters()).device
-        ids = torch.arange(4, device=device)[None] % config.vocab_size
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-        h, want = model.base_model(**given).last_hidden_state[0], model(**given).logits[0].float()
+        h = model.base_model(**given).last_hidden_state[0]
         got = _Head(layer.weight, layer.bias, float(scale), cap)(h)
         off = 1e-3 * float(want.nan_to_num().abs().max())  # broken weights are found later
         if torch.allclose(got, want, rtol=1e-3, atol=off, equal_nan=True):
@@ -253,6 +262,34 @@ def _linear_head(model: nn.Module) -> tuple[float, float | None] | None:
         stacklevel=2,
     )
     return None
+
+# %% ../../nbs/method/02_policies.decoding.ipynb #6e6dab5e
+def _check_causal(model: nn.Module, ids: Tensor, want: Tensor):
+    "A ValueError for a model whose logits are others behind padding, without the tokens that follow, or from its cache."
+    see, at = torch.arange(5, device=ids.device).clamp(max=1).expand(2, 5), ids.new_tensor
+    start = {
+        "input_ids": ids.roll(1),
+        "attention_mask": see[:1, :4],
+        "position_ids": at([[0, 0, 1, 2]]),
+    }
+    then = {
+        "input_ids": ids[:, 3:].expand(2, 1),
+        "attention_mask": see,
+        "position_ids": at([[3], [3]]),
+    }
+    try:
+        one, name = model(**start, use_cache=True), _cache_argument(type(model))
+        cache = getattr(one, name)
+        cache.reorder_cache(at([0, 0]))
+        two = model(**then, use_cache=True, **{name: cache})
+        got = torch.cat([one.logits[0, 3:], two.logits[1]]).float()
+        off = float((got - want[2:]).abs().max() / want.abs().max())
+        if not off > 0.1:  # or NaN, which is found later
+            return
+        why = f"behind padding or from its cache, logits are {off:.0%} off"
+    except (AttributeError, IndexError, TypeError, ValueError) as e:
+        why = " ".join(str(e).split())
+    raise ValueError(f"{type(model).__name__} cannot be trained as a causal language model: {why}.")
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #da585596
 @patch
@@ -279,13 +316,6 @@ def run(
         )
     hidden = out.logits if model is self.model else out.last_hidden_state
     return hidden, (getattr(out, name) if use_cache else None)
-
-# %% ../../nbs/method/02_policies.decoding.ipynb #90057726
-@functools.cache
-def _cache_argument(kind: type) -> str:
-    "What this version of transformers calls the cache."
-    names = inspect.signature(kind.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #daec237c
 @patch(as_prop=True)
@@ -330,7 +360,7 @@ class _Decoder:
         self._select(index_N)
 
     def _select(self, rows: Tensor):
-        self.cache.batch_select_indices(rows)
+        self.cache.reorder_cache(rows)  # every kind of layer has it
         if self.network._shares_cache:
             for layer in self.cache.layers:
                 _make_room(layer, self.attend.shape[1] - self.filled)

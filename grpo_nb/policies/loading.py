@@ -190,6 +190,18 @@ def _keep_folder(model: nn.Module, tokenizer, target: Path):
         if not target.exists():
             os.replace(Path(tmp, "model"), target)
 
+# %% ../../nbs/method/02_policies.loading.ipynb #7c11585d
+def _mend_generation_config(model: nn.Module, stop: list[int]):
+    "transformers does not write one that contradicts itself: then only the stops are kept."
+    from transformers import GenerationConfig
+
+    try:
+        (model.generation_config or GenerationConfig()).validate(strict=True)
+    except ValueError as e:
+        model.generation_config = GenerationConfig(eos_token_id=stop)
+        about = " ".join(str(e).split())
+        warnings.warn(f"Only eos_token_id is written of it: {about:.300}", stacklevel=3)
+
 # %% ../../nbs/method/02_policies.loading.ipynb #19d738e2
 def _load_tokenizer(model: nn.Module):
     "The tokenizer that is stored where a model of transformers came from."
@@ -206,6 +218,8 @@ def _load_tokenizer(model: nn.Module):
 # %% ../../nbs/method/02_policies.loading.ipynb #b5164fcf
 def _with_vocabulary(tokenizer):
     "The tokenizer; transformers makes up an empty one for a folder without."
+    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "batch_decode")):
+        raise ValueError(f"tokenizer is one of transformers, got a {type(tokenizer).__name__}.")
     if tokenizer is None or getattr(tokenizer, "vocab_size", 1) == 0:
         where = getattr(tokenizer, "name_or_path", "")
         said = f"{where} holds no tokenizer" if where else "No tokenizer was given"
@@ -245,8 +259,9 @@ def _stop_tokens(model: nn.Module, tokenizer) -> list[int]:
     found = []
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
         found += ids if isinstance(ids, (list, tuple)) else [ids]
-    return [i for i in dict.fromkeys(found) if i is not None]
+    return [i for i in dict.fromkeys(found) if i is not None and i >= 0]
 
 # %% ../../nbs/method/02_policies.loading.ipynb #1ef45040
 def add_lora(
@@ -290,7 +305,7 @@ def add_lora(
 def _has_adapters(model: nn.Module) -> bool:
     "Whether layers of the model are wrapped by peft, which have to be at work."
     found = [m for m in model.modules() if type(m).__module__.startswith("peft.")]
-    if any(getattr(m, "merged", False) or getattr(m, "disable_adapters", False) for m in found):
+    if any(True in (getattr(m, k, 0) for k in ("merged", "disable_adapters")) for m in found):
         raise ValueError(
             "The model's adapters are merged or disabled, so they cannot be trained: unmerge_adapter() or enable_adapter_layers() first."
         )
@@ -417,7 +432,7 @@ def _write_adapter(
     config.inference_mode = True
     config.save_pretrained(path)
     weights = get_peft_model_state_dict(model, adapter_name=names[0])
-    weights = {f"base_model.model.{k}": v.contiguous() for k, v in weights.items()}
+    weights = {f"base_model.model.{k}": v.clone().contiguous() for k, v in weights.items()}
     save_file(weights, Path(path, "adapter_model.safetensors"), metadata={"format": "pt"})
 
 # %% ../../nbs/method/02_policies.loading.ipynb #c30bcc94

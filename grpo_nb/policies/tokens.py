@@ -11,7 +11,7 @@ import importlib
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from ..config import check_number, _check_options, one_of
 from ..core import Groups, Rollout, check_finite, pad_to, seeded
 from .decoding import FLOOR, Network, draw, head_logp, _left_padded, shape_logits
 from .loading import add_lora, load_model, merge_lora, _upload, _asked_autocast
-from .loading import _has_adapters, _load_tokenizer, _stop_tokens, _unwrap_peft
+from .loading import _has_adapters, _load_tokenizer, _mend_generation_config
+from .loading import _stop_tokens, _unwrap_peft
 from .loading import _warn_of_unseen, _with_vocabulary
 from .loading import _write_adapter
 from ..processes import place, whole
@@ -66,8 +67,13 @@ class TokenPolicy:
         check_number("top_p", top_p, 0, 1, above=True)
         check_number("top_k", top_k, 0, whole=True)
         check_number("max_new_tokens", max_new_tokens, 1, whole=True)
+        check_number("chunk_tokens", 1 if chunk_tokens is None else chunk_tokens, 1, whole=True)
+        flags = {"chat": chat, "shard": shard, "share_prefix": share_prefix}
+        for k, v in (flags | {"gradient_checkpointing": gradient_checkpointing}).items():
+            if not isinstance(v, bool | None):
+                raise ValueError(f"{k} is True or False, got {v!r}.")
         autocast = _asked_autocast(autocast)
-        model = _unwrap_peft(model)
+        model = _unwrap_peft(getattr(model, "_orig_mod", model))  # of torch.compile
         if lora is not None:
             add_lora(model, lora)
         self.lora, self.lora_options = _has_adapters(model), lora
@@ -121,8 +127,9 @@ class TokenPolicy:
 def _stop_ids(stop: int | str | list | None, model, tokenizer) -> list[int]:
     "Token ids of stops that are ids or texts."
     found, ids_of_model = [], range(model.config.get_text_config().vocab_size)
-    given = [] if stop is None else stop if isinstance(stop, (list, tuple, set)) else [stop]
-    for x in given:
+    stop = stop.tolist() if hasattr(stop, "tolist") else stop
+    given = [] if stop is None else [stop] if isinstance(stop, (str, int)) else stop
+    for x in given if isinstance(given, Iterable) else [given]:
         ids = tokenizer(x, add_special_tokens=False).input_ids if isinstance(x, str) else [x]
         if len(ids) != 1 or isinstance(ids[0], bool) or ids[0] not in ids_of_model:
             raise ValueError(
@@ -221,6 +228,7 @@ def save_pretrained(
     "Write model (safetensors) and tokenizer in transformers format, adapters added to the weights as `merge_lora` says; if the weights are sharded all processes call it, and the first writes."
     model = merge_lora(self.model) if self.lora else self.model
     state = whole(model.state_dict()) if self.sharded else None
+    _mend_generation_config(model, self.stop)
     if self.sharded and place()[0]:
         return
     model.save_pretrained(path, state_dict=state)
@@ -399,20 +407,7 @@ def _messages(self: TokenPolicy, prompt: str | list[dict]) -> list[dict]:
         raise ValueError(
             f"The prompt has two system messages (is one the system_prompt?): {messages!r}."
         )
-    for mark in self._template_marks():
-        if any(mark in str(m["content"]) for m in messages):
-            raise ValueError(
-                f"The prompt holds {mark!r}, which the chat template adds: give the bare text, or strings with chat=False."
-            )
     return messages
-
-# %% ../../nbs/method/03_policies.tokens.ipynb #c3acfd42
-@patch
-def _template_marks(self: TokenPolicy) -> set[str]:
-    "Special tokens that the chat template writes around a message."
-    text = self._rendered([{"role": "user", "content": "x"}])
-    added = self.tokenizer.added_tokens_decoder.values()
-    return {t.content for t in added if t.special and t.content in text}
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #6957e4a8
 @patch
@@ -420,9 +415,22 @@ def _templated(self: TokenPolicy, prompt: str | list[dict]) -> str:
     "The text of a conversation, up to where the model goes on."
     messages = self._messages(prompt)
     begun = messages[-1]["role"] == "assistant"
-    if begun and not messages[-1]["content"]:
+    if begun and messages[-1]["content"] in ("", []):
         messages, begun = messages[:-1], False
-    return self._rendered(messages, add_generation_prompt=not begun, continue_final_message=begun)
+    end = {"add_generation_prompt": not begun, "continue_final_message": begun}
+    text = self._rendered(messages, **end)
+    texts = {str: "\u00b7", list: [{"type": "text", "text": "\u00b7"}]}
+    bare = [m | {"content": texts.get(type(m["content"]), m["content"])} for m in messages]
+    without = self._rendered(bare, **end)
+    added = self.tokenizer.added_tokens_decoder.values()
+    for mark in [t.content for t in added if t.special and t.content in without]:
+        if any(mark in str(m["content"]) for m in messages):
+            raise ValueError(
+                f"The prompt holds {mark!r}, which the chat template adds: give the bare text, or strings with chat=False."
+            )
+    if text == without and bare != messages:
+        raise ValueError(f"The chat template leaves out what {messages!r} says.")
+    return text
 
 
 @patch
