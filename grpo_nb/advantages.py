@@ -85,10 +85,12 @@ def grouped_rewards(
     weights: Sequence[float] | None = None,  # (R) one per component; None = all 1
     *,
     mask_NK: Tensor | None = None,  # (N,) or (N, K) False = the sample or rank does not count
+    missing: str = "excluded",  # masked cells in group statistics: "excluded" or "zero_in_stats"
     singleton: str = "zero",  # a group with one valid sample gets 0 ("zero"), or its reward ("raw", as verl)
     dtype: torch.dtype = torch.float32,  # of the result; float64 to compare with other implementations
 ) -> GroupedRewards:
     "Check rewards, groups, weights and masks."
+    one_of("missing", missing, ("excluded", "zero_in_stats"))
     one_of("singleton", singleton, ("zero", "raw"))
     x, flat = _rewards_NRK(rewards)
     n, r, k = x.shape
@@ -99,7 +101,7 @@ def grouped_rewards(
     if mask_NK is not None:
         mask = torch.as_tensor(mask_NK, device=x.device).bool()
         ok = (mask[:, None] if mask.ndim == 1 else mask).expand(n, k)
-        x = torch.where(ok[:, None], x, torch.nan)
+        x = torch.where(ok[:, None], x, torch.nan if missing == "excluded" else 0.0)
     ok = ok & ~x[:, [w != 0 for w in weights]].isnan().all(1)
     return GroupedRewards(x, groups, weights, ok, flat, singleton, dtype)
 
@@ -565,6 +567,7 @@ class AdvantageConfig:
     eps: NonNegative = 1e-4  # added to group deviations
     eps_batch: NonNegative = 1e-4  # added to the batch deviation
     ddof: number_in(0, 1, whole=True) = 1  # delta degrees of freedom
+    missing: Literal["excluded", "zero_in_stats"] = "excluded"  # masked ranks in group statistics
     singleton: Literal["zero", "raw"] = "zero"  # what a group of one gets: 0, or its reward
     options: dict[str, Any] = field(default_factory=dict)  # further keywords of the estimator
 
@@ -613,7 +616,7 @@ def compute_advantages(
     _check_keys(c, names)
     x = _scaled_and_gated(x, names, c)
     x = x[:, :, 0] if flat else x
-    batch = dict(mask_NK=mask_NK, singleton=c.singleton)
+    batch = dict(mask_NK=mask_NK, missing=c.missing, singleton=c.singleton)
     r = grouped_rewards(x, group_N, weights_by_name(c.weights, names), **batch)
     values = _run(c, x, group_N, r, batch, lengths_N)
     values_NK = values[:, None] if values.ndim == 1 else values
