@@ -56,7 +56,9 @@ def _check_options(kind: type, options: Iterable[str]) -> None:
     "Refuse what is no argument of a class that takes `**unknown`."
     parameters = inspect.signature(kind).parameters.values()
     known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    theirs = getattr(kind, "elsewhere", {})
+    theirs, config = getattr(kind, "elsewhere", {}), getattr(kind, "config_class", None)
+    keys = _keys(config) | getattr(config, "elsewhere", {}) if config else {}
+    theirs = {k: f"config={{{key!r}: ...}}" for k, key in keys.items()} | theirs
     if said := ", ".join(f"{k} is {theirs[k]}" for k in options if k in theirs):
         raise ValueError(f"{kind.__name__} takes {', '.join(known)}: {said} here.")
     for name in options:

@@ -242,6 +242,8 @@ def _holder(path: Path) -> str:
         pid, host = int(said["pid"]), str(said["host"])
     except (OSError, ValueError, KeyError, TypeError):
         return f"another process: if that has ended, delete {str(path)!r}."
+    if (host, pid) == (socket.gethostname(), os.getpid()):
+        return "this process: close that trainer or run first, trainer.close() or run.close()."
     if host == socket.gethostname():
         return f"process {pid} on this machine: close it there (run.close()), or end it."
     return f"process {pid} on {host!r}: if that has ended, delete {str(path)!r}."

@@ -66,13 +66,14 @@ class GRPO:
         "processing_class": "policy=(model, tokenizer)",
         "train": "fit()",
         "state": "history, step_done",
+        "log_history": "history",
         "save_model": "policy.save_pretrained(folder)",
-        "push_to_hub": "policy.push_to_hub(repo)",
     }
 
     def __getattr__(self, name: str):
-        if name in self.elsewhere:
-            raise AttributeError(f"GRPO has no {name!r}: here it is {self.elsewhere[name]}.")
+        if name in self.elsewhere or hasattr(vars(self).get("policy"), name):
+            ours = self.elsewhere.get(name, f"policy.{name}")
+            raise AttributeError(f"GRPO has no {name!r}: here it is {ours}.")
         return object.__getattribute__(self, name)  # the error as Python says it
 
     @_tells_errors

@@ -114,6 +114,8 @@ _ELSEWHERE = """
     per_device_train_batch_size=train_batch_size max_completion_length=policy.max_new_tokens
     max_response_length=policy.max_new_tokens adv_estimator=advantage.mode scale_rewards=advantage.mode
     reward_weights=advantage.weights loss_type=update.loss.aggregation loss_agg_mode=update.loss.aggregation
+    batch_size=train_batch_size kl=update.loss.kl_coef gradient_accumulation_steps=update.micro_tokens
+    use_vllm=policy.engine use_peft=policy.lora peft_config=policy.lora bf16=policy.autocast
     group_size=num_generations output_dir=run.dir report_to=run.wandb save_steps=checkpoint.every eval_steps=eval.every
 """  # words of TRL and verl
 
