@@ -579,7 +579,7 @@ def test_saving_in_the_middle_of_a_step_is_refused(tmp_path):
 def test_a_run_that_another_process_moved_on_is_read_after_the_lock(tmp_path):
     a = make(tmp_path / "r").fit(2)
     b = make(tmp_path / "r", "run.if_exists=resume")
-    with pytest.raises(RunLocked, match="written by process .* on this machine: close it there"):
+    with pytest.raises(RunLocked, match="written by this process: close that trainer"):
         b.fit(1)
     a.fit(2)
     a.close()
