@@ -262,6 +262,7 @@ _ANNOUNCED = re.compile(  # before the answer of a sentence
     r"(?i)\b(?:is|are|was|be|answer|result|total|gets?|gives?|giving|makes?|takes?|took|has|have|leaves?|therefore|thus|hence|so"
     r"|equals?|exactly|only|(?:equal|comes|adds up|amounts|evaluates|simplifies) to|left with|total of)$|[:=]$|(?<!\d)[.!]$"
 )
+_SECOND = re.compile(r"(?i)\d,? (?:and|or) [a-z]\w? (?:is|=|equals)$")  # x is 5 and y is 6
 _EMPHASIS = r"(?<!\S)(?:\*\*?|`)(?=\S)|(?<=\S)(?:\*\*?|`)(?=[.,:]?(?:\s|$))"
 _ONE_OF_SEVERAL = re.compile(r"(?:\$|\\\)|\\\])\s*(?:[,;]?\s*(?:and|or)|[,;])\s*$")  # $5$ or $6$
 
@@ -292,7 +293,8 @@ def _mathematics(text: str) -> str:
     *before, last = re.sub(_EMPHASIS, "", text).split()
     if before and _quantity(last) is None:  # a number and its unit
         *before, last = *before[:-1], f"{before[-1]} {last}"
-    announced = not before or _ANNOUNCED.search(" ".join(before))
+    before = " ".join(before)
+    announced = not before or _ANNOUNCED.search(before) and not _SECOND.search(before)
     return last if announced and _quantity(last) else text
 
 # %% ../nbs/method/02_verifiers.ipynb #356e1947

@@ -182,9 +182,12 @@ def test_checkpoints_that_lead_into_another_run_are_left_alone(tmp_path):
 
 
 def test_resume_reports_what_changed_in_the_configuration(tmp_path):
-    Run.create(tmp_path / "r", {"lr": 1.0, "loss": {"clip": 0.2}}).close()
-    with pytest.warns(UserWarning, match="differs from the run's in: loss.clip"):
-        run = Run.create(tmp_path / "r", {"lr": 1.0, "loss": {"clip": 0.3}}, if_exists="resume")
+    f = "<passed: {}.mine 0123456789ab>".format  # the same function of a script, and imported
+    config = {"lr": 1.0, "loss": {"clip": 0.2}, "reward": f("__main__")}
+    Run.create(tmp_path / "r", config).close()
+    with pytest.warns(UserWarning, match="differs from the run's in: loss.clip$"):
+        config |= {"loss": {"clip": 0.3}, "reward": f("a.b")}
+        run = Run.create(tmp_path / "r", config, if_exists="resume")
     run.close()
     changed = run.events().set_index("kind").loc["config_changed", "changes"]
     assert changed == {"loss.clip": [0.2, 0.3]} and run.config["loss"]["clip"] == 0.2

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -469,6 +470,8 @@ def _note_changes(self: Run, config: dict) -> None:
     "Say where the configuration is another one than that of the record."
     old, new = flat_keys(self.config), flat_keys(config)
     changed = {k: [old.get(k), new.get(k)] for k in old | new if old.get(k) != new.get(k)}
+    bare = lambda x: re.sub(r"(<passed: )[\w.]*\.", r"\1", str(x))  # without __main__ or a module
+    changed = {k: v for k, v in changed.items() if bare(v[0]) != bare(v[1])}
     if old and new and changed and changed != self._changed:
         self._changed = changed
         self.event("config_changed", step=self._last, changes=changed)
