@@ -91,6 +91,14 @@ ODD = [r"$\frac$", "$", "_mine", "<b>&", "a_b^{", "\\", "$x$ and $y", "ü ß 中
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
+def test_a_panel_that_never_changes_says_so():
+    frame = pd.DataFrame({"step": [1, 2], "entropy": [1.5, 1.5], "grad_norm": [1.0, 2.0]})
+    notes = {
+        ax.get_title("left"): [t.get_text() for t in ax.texts] for ax in plots.plot_run(frame).axes
+    }
+    assert notes["entropy"] == ["always 1.5"] and notes["grad norm"] == [""]
+
+
 def test_names_are_drawn_as_they_are(tmp_path):
     frame = healthy(40).assign(**{f"rewards/{k}/mean": 0.5 for k in ODD if k})
     frame = frame.assign(**{f"adv/share/{k}": 0.5 for k in ODD if k})

@@ -75,7 +75,10 @@ def test_every_source_gives_the_same_tasks(tmp_path):
         (b"\xef\xbb\xbf", "no rows"),
         (BYTES + b"[1]\n", "line 4: a row must be a JSON object with named fields, got list"),
         (BYTES + b"\n\nnull\n", "line 6: a row must be a JSON object"),
-        (BYTES + b'{"prompt": "x"} {"prompt": "y"}\n', "line 4: not valid JSON (Extra data"),
+        (
+            BYTES + b'{"prompt": "x"} {"prompt": "y"}\n',
+            "line 4: not valid JSON (Extra data at column 16)",
+        ),
         (BYTES + b"\x00" * 64, "line 4: not valid JSON"),
         (TEXT.replace("\n", "\r").encode(), "line 1: not valid JSON"),
         (BYTES + b'{"answer": "5"}\n', "line 4: no field 'prompt'"),
