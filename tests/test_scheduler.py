@@ -60,7 +60,7 @@ def build(case):
         features, kwargs = t.get("features") or {}, dict(t.get("kwargs") or {})
         if t["selector"] == "difficulty_based":
             kwargs |= {"c_range": None}  # no limit of the interpolation; the earlier name
-            kwargs |= {"method": "torch"} if "torch_stream" in case["tags"] else {}
+            kwargs |= {"method": "parity"} if "torch_stream" in case["tags"] else {}
         data.append(Table(t["size"], features))
         selectors.append(
             TaskSelectorConfig(t["selector"], t.get("seed", 42), list(features), kwargs)

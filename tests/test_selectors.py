@@ -45,7 +45,7 @@ def build(case):
     kwargs = dict(p["kwargs"])
     if p["selector"] == "difficulty_based":  # Trinity-RFT does not limit the interpolation
         kwargs["interpolation_range"] = None
-        kwargs |= {"method": "torch"} if "torch_stream" in case["tags"] else {}
+        kwargs |= {"method": "parity"} if "torch_stream" in case["tags"] else {}
     return make_selector(data, TaskSelectorConfig(p["selector"], p["seed"], list(features), kwargs))
 
 
@@ -243,7 +243,7 @@ def chi_square(draws, w):
     return sum((draws.count(k) - n * p) ** 2 / (n * p) for k, p in chance.items())
 
 
-@pytest.mark.parametrize("method", ["numpy", "torch"])
+@pytest.mark.parametrize("method", ["auto", "parity"])
 def test_difficulty_based_follows_the_softmax_exactly(method):
     "Ordered pairs of 7 tasks against Plackett-Luce; 99.9 % point with 41 degrees of freedom is 74.7."
     data = {
@@ -275,7 +275,7 @@ RESUMED = {
     "sequential": {}, "shuffle": {}, "random": {}, "greso": {}, "thompson": {"lamb": 0.1}, "learnability": {},
     "offline_easy2hard": {}, "difficulty/greedy": {"tau": 0}, "difficulty/thompson": {"tau": 0, "do_sample": True},
     "difficulty/softmax": {"tau": 0.1, "adaptive_rho": True}, "difficulty/softmax of draws": {"tau": 0.1, "do_sample": True},
-    "difficulty/torch": {"tau": 0.2, "method": "torch"},
+    "difficulty/parity": {"tau": 0.2, "method": "parity"},
     "thompson/with models": {}, "learnability/best": {"tau": 0},
 }  # fmt: skip
 
