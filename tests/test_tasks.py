@@ -77,7 +77,7 @@ def test_every_source_gives_the_same_tasks(tmp_path):
         (BYTES + b"\n\nnull\n", "line 6: a row must be a JSON object"),
         (
             BYTES + b'{"prompt": "x"} {"prompt": "y"}\n',
-            "line 4: not valid JSON (Extra data at column 16)",
+            "line 4: not valid JSON (Extra data at column 17)",
         ),
         (BYTES + b"\x00" * 64, "line 4: not valid JSON"),
         (TEXT.replace("\n", "\r").encode(), "line 1: not valid JSON"),

@@ -39,7 +39,8 @@ class Reading:
         tree, rows = config_tree(self.config), []
         for key, ours in self.taken.items():
             found = [_at(tree, name.partition(" ")[0]) for name in ours.split(", ")]
-            rows.append((key, ours, *(found if len(found) == 1 else [", ".join(map(str, found))])))
+            value = ", ".join(map(str, found)) if len(found) > 1 else found[0]
+            rows.append((key, ours, "" if value is None else value))
         return pd.DataFrame(rows, columns=["theirs", "ours", "value"]).set_index("theirs")
 
     def __repr__(self) -> str:
