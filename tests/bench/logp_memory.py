@@ -26,7 +26,7 @@ KNOBS = dict(
 
 def measure(a):
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from grpo_nb.core import Rollout
     from grpo_nb.policies.tokens import TokenPolicy
@@ -51,7 +51,8 @@ def measure(a):
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     how = {"chunk_tokens": a.chunk or None, "gradient_checkpointing": a.mode == "ours_again"}
-    policy = TokenPolicy(model, None, stop=[2], chat=False, **how)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data/tiny-llama")  # decodes nothing here
+    policy = TokenPolicy(model, tokenizer, stop=[2], chat=False, **how)
 
     def batch(b, p, c):
         g = torch.Generator().manual_seed(1)
@@ -153,7 +154,7 @@ def main():
         got = [r for r in runs if r["mode"] == mode]
         rows.append(
             {
-                "path": mode,
+                "path": {"ours_again": "ours, policy.gradient_checkpointing"}.get(mode, mode),
                 "peak above baseline, MB": round(median(r["peak_minus_base_mb"] for r in got)),
                 "forward + backward, CPU s (median)": round(median(r["s_median"] for r in got), 2),
                 "best, CPU s": min(r["s_min"] for r in got),
