@@ -407,7 +407,7 @@ BERT = dict(vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers
         (lambda p: TokenPolicy(p.model, p.tokenizer, shard="false"), "shard is True or False, got 'false'"),
         (lambda p: TokenPolicy(p.model, p.tokenizer, chunk_tokens=0), "chunk_tokens must be"),
         (lambda p: TokenPolicy(p.model, p.tokenizer.backend_tokenizer), "tokenizer is one of transformers, got a Tokenizer"),
-        (lambda p: TokenPolicy(BertLMHeadModel(BertConfig(**BERT)), p.tokenizer).generate("1"), "BertLMHeadModel cannot be trained as a causal"),
+        (lambda p: TokenPolicy(BertLMHeadModel(BertConfig(**BERT)), p.tokenizer).generate("1"), "BertLMHeadModel is no causal language model"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_one_line_with_what_to_do(do, message, policy):

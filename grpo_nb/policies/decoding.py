@@ -220,6 +220,7 @@ class Network:
         "The output layer with its present weights; None if the logits are not those of a linear layer."
         if "head" not in self.found:
             self.found["head"] = _linear_head(self.model)
+            self._check_causal()
         if self.found["head"] is None:
             return None
         layer = self.model.get_output_embeddings()
@@ -230,13 +231,6 @@ class Network:
         head = self.head
         return hidden.float() if head is None else head(hidden)
 
-# %% ../../nbs/method/02_policies.decoding.ipynb #90057726
-@functools.cache
-def _cache_argument(kind: type) -> str:
-    "What this version of transformers calls the cache."
-    names = inspect.signature(kind.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
-
 # %% ../../nbs/method/02_policies.decoding.ipynb #4feaceab
 @torch.no_grad()
 def _linear_head(model: nn.Module) -> tuple[float, float | None] | None:
@@ -245,13 +239,11 @@ def _linear_head(model: nn.Module) -> tuple[float, float | None] | None:
     scale = getattr(config, "logit_scale", None)
     scale = scale or 1 / (getattr(config, "logits_scaling", None) or 1)
     cap = getattr(config, "final_logit_softcapping", None)
-    device = next(model.parameters()).device
-    ids = torch.arange(4, device=device)[None] % config.get_text_config().vocab_size
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-    want = model(**given).logits[0].float()
-    _check_causal(model, ids, want)
     if isinstance(layer, nn.Linear) and model.base_model is not model:
-        h = model.base_model(**given).last_hidden_state[0]
+        device = next(model.parameters()).device
+        ids = torch.arange(4, device=device)[None] % config.get_text_config().vocab_size
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+        h, want = model.base_model(**given).last_hidden_state[0], model(**given).logits[0].float()
         got = _Head(layer.weight, layer.bias, float(scale), cap)(h)
         off = 1e-3 * float(want.nan_to_num().abs().max())  # broken weights are found later
         if torch.allclose(got, want, rtol=1e-3, atol=off, equal_nan=True):
@@ -262,34 +254,6 @@ def _linear_head(model: nn.Module) -> tuple[float, float | None] | None:
         stacklevel=2,
     )
     return None
-
-# %% ../../nbs/method/02_policies.decoding.ipynb #6e6dab5e
-def _check_causal(model: nn.Module, ids: Tensor, want: Tensor):
-    "A ValueError for a model whose logits are others behind padding, without the tokens that follow, or from its cache."
-    see, at = torch.arange(5, device=ids.device).clamp(max=1).expand(2, 5), ids.new_tensor
-    start = {
-        "input_ids": ids.roll(1),
-        "attention_mask": see[:1, :4],
-        "position_ids": at([[0, 0, 1, 2]]),
-    }
-    then = {
-        "input_ids": ids[:, 3:].expand(2, 1),
-        "attention_mask": see,
-        "position_ids": at([[3], [3]]),
-    }
-    try:
-        one, name = model(**start, use_cache=True), _cache_argument(type(model))
-        cache = getattr(one, name)
-        cache.reorder_cache(at([0, 0]))
-        two = model(**then, use_cache=True, **{name: cache})
-        got = torch.cat([one.logits[0, 3:], two.logits[1]]).float()
-        off = float((got - want[2:]).abs().max() / want.abs().max())
-        if not off > 0.1:  # or NaN, which is found later
-            return
-        why = f"behind padding or from its cache, logits are {off:.0%} off"
-    except (AttributeError, IndexError, TypeError, ValueError) as e:
-        why = " ".join(str(e).split())
-    raise ValueError(f"{type(model).__name__} cannot be trained as a causal language model: {why}.")
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #da585596
 @patch
@@ -316,6 +280,36 @@ def run(
         )
     hidden = out.logits if model is self.model else out.last_hidden_state
     return hidden, (getattr(out, name) if use_cache else None)
+
+# %% ../../nbs/method/02_policies.decoding.ipynb #90057726
+@functools.cache
+def _cache_argument(kind: type) -> str:
+    "What this version of transformers calls the cache."
+    names = inspect.signature(kind.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+# %% ../../nbs/method/02_policies.decoding.ipynb #1df2808c
+@patch
+@torch.no_grad()
+def _check_causal(self: Network):
+    "A ValueError for a model that cannot be sampled token by token."
+    size = self.model.config.get_text_config().vocab_size
+    ids = torch.arange(4, device=self.device)[None] % size
+    at, see = ids.new_tensor, torch.arange(5, device=ids.device).clamp(max=1).expand(2, 5)
+    try:
+        want = self.logits(self.run(ids, see[:1, 1:], at([[0, 1, 2, 3]]))[0])[0]
+        hidden, cache = self.run(ids.roll(1), see[:1, :4], at([[0, 0, 1, 2]]), use_cache=True)
+        cache.reorder_cache(at([0, 0]))
+        last, _ = self.run(ids[:, 3:].expand(2, 1), see, at([[3], [3]]), cache, True)
+        got = self.logits(torch.cat([hidden[:, 3:], last[1:]], 1))[0]
+        off = float((got - want[2:]).abs().max() / want.abs().max())
+        why = f"behind padding or from its cache, logits are {off:.0%} off"
+        if not off > 0.1:  # or NaN, which is found later
+            return
+    except (AttributeError, IndexError, TypeError, ValueError) as e:
+        why = " ".join(str(e).split())
+    self.found.clear()  # asked again, it says so again
+    raise ValueError(f"{type(self.model).__name__} is no causal language model to train: {why}.")
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #daec237c
 @patch(as_prop=True)
