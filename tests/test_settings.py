@@ -215,6 +215,7 @@ def test_a_misspelt_key_is_told_with_the_one_that_was_meant():
     assert config_from_trl({"learning_rat": 1}).left["learning_rat"].endswith("'learning_rate'?")
     left = config_from_trinity({"buffer.batch_sise": 4}).left
     assert left["buffer.batch_sise"].endswith("did you mean 'batch_size'?")
+    assert [config_from_trl(x).config.seed for x in ({}, {"seed": 0})] == [42, 0]
     table = config_from_trl({"loss_type": "dr_grpo"}).table()
     assert table.loc["loss_type", "value"] == "ppo, dr_grpo"
 

@@ -60,7 +60,7 @@ def config_from_trl(
     ours: dict[str, Any] = {
         "train_batch_size": prompts,
         "num_generations": group,
-        "seed": s.take("seed", "seed", 42),
+        "seed": 42 if (seed := s.take("seed", "seed")) is None else seed,  # 0 is one, too
     }
     ours |= {"update.num_epochs": s.take("num_iterations", "update.num_epochs", 1)}
     ours |= minibatch_keys(prompts * group, per_update, group)
