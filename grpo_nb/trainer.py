@@ -335,8 +335,7 @@ def _count_update(self: GRPO, rollout: Rollout, report: UpdateReport):
 @patch
 def _end_step(self: GRPO, row: dict, start: float, record: bool) -> dict[str, float]:
     "Complete the row of a step that began at `start`."
-    self.step_done += 1
-    row = {"step": self.step_done} | row
+    row = {"step": self.step_done + 1} | row
     selection = self.batch_rows["selection"]
     known = [r.get("selection/groups", 0) - r.get("selection/ignored_groups", 0) for r in selection]
     row |= merge_rows(self.batch_rows["reward"]) | self.counters.row()
@@ -344,6 +343,7 @@ def _end_step(self: GRPO, row: dict, start: float, record: bool) -> dict[str, fl
     row["perf/peak_memory_mb"] = peak_memory_mb()
     row |= self.batch_rows["filter"] | merge_rows(selection, _SELECTION_SUMS, known)
     self.batch_rows = {"reward": [], "selection": [], "filter": {}}
+    self.step_done += 1
     if record:
         self.record(row)
     return row

@@ -135,6 +135,13 @@ def _damaged_file(folder: Path) -> str:
     return ""
 
 # %% ../../nbs/method/02_policies.loading.ipynb #371a0c48
+def _check_flags(**flags) -> None:
+    "Each is True, False or None."
+    for k, v in flags.items():
+        if not isinstance(v, bool | None):
+            raise ValueError(f"{k} is True or False, got {v!r}.")
+
+
 def _asked_autocast(autocast: str | None) -> str | None:  # "bfloat16", or None: as the weights are
     "What to compute in: as told, or as the mixed precision of `accelerate launch` asks for."
     if autocast not in (None, "bfloat16"):

@@ -25,7 +25,7 @@ from ..core import Groups, Rollout, check_finite, pad_to, seeded
 from .decoding import FLOOR, Network, draw, head_logp, _left_padded, shape_logits
 from .loading import add_lora, load_model, merge_lora, _upload, _asked_autocast
 from .loading import _has_adapters, _load_tokenizer, _mend_generation_config
-from .loading import _stop_tokens, _unwrap_peft
+from .loading import _check_flags, _stop_tokens, _unwrap_peft
 from .loading import _warn_of_unseen, _with_vocabulary
 from .loading import _write_adapter
 from ..processes import place, whole
@@ -68,10 +68,8 @@ class TokenPolicy:
         check_number("top_k", top_k, 0, whole=True)
         check_number("max_new_tokens", max_new_tokens, 1, whole=True)
         check_number("chunk_tokens", 1 if chunk_tokens is None else chunk_tokens, 1, whole=True)
-        flags = {"chat": chat, "shard": shard, "share_prefix": share_prefix}
-        for k, v in (flags | {"gradient_checkpointing": gradient_checkpointing}).items():
-            if not isinstance(v, bool | None):
-                raise ValueError(f"{k} is True or False, got {v!r}.")
+        _check_flags(chat=chat, shard=shard, share_prefix=share_prefix)
+        _check_flags(gradient_checkpointing=gradient_checkpointing)
         autocast = _asked_autocast(autocast)
         model = _unwrap_peft(getattr(model, "_orig_mod", model))  # of torch.compile
         if lora is not None:
@@ -100,8 +98,7 @@ class TokenPolicy:
             self.engine.attach(self)
         if not self.stop:
             warnings.warn(
-                "The model names no end-of-sequence token: every completion will have max_new_tokens tokens. "
-                "Pass stop.",
+                "The model names no end-of-sequence token, so completions have max_new_tokens tokens: pass stop.",
                 stacklevel=2,
             )
 
