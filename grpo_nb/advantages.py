@@ -591,7 +591,9 @@ def weights_by_name(
         for odd in set(weights) - set(names):
             raise ValueError(unknown_name("reward", odd, names))
         if lost := [k for k in names if k not in weights]:
-            raise ValueError(f"No weight for {lost}: give one for each of {list(names)}.")
+            raise ValueError(
+                f"No weight for {lost}: advantage.weights has one for each of {list(names)}."
+            )
         weights = [weights[k] for k in names]
     return _weight_list(weights, len(names))
 

@@ -42,7 +42,7 @@ def _score_table(columns: Mapping[str, Scores]) -> str:
     span, rows = "{:.3f} [{:.3f}, {:.3f}]".format, {"held-out tasks": columns}
     rows |= {name: [span(*s.values[name]) for s in columns.values()] for name in last.values}
     lines = [f"{k:<18}" + "".join(f" {text:>24}" for text in row) for k, row in rows.items()]
-    said = f"({last.n_tasks} unseen tasks; sampled: {last.n_samples} samples each; 95 % bootstrap intervals over tasks)"
+    said = f"({last.n_tasks} tasks; sampled: {last.n_samples} samples each; 95 % bootstrap intervals over tasks)"
     return "\n".join([*lines, said])
 
 # %% ../nbs/07_cli.ipynb #3a0e021d

@@ -279,6 +279,8 @@ def _unknown_key(key: str, owner: type, root: type) -> str:
     name, names = key.rpartition(".")[2], [f.name for f in dataclasses.fields(owner)]
     kind = f"Unknown key {key!r} in the configuration."
     if name in (ours := getattr(owner, "elsewhere", {})):
+        if ours[name] == key:
+            return f"{key!r} has a dot: give dotted keys as a dict to GRPO(..., config), or set config.{key}."
         return f"{kind} Here it is {ours[name]!r}."
     words = ours | _keys(root)  # the whole key of each
     near = difflib.get_close_matches(name, words, cutoff=0.8)

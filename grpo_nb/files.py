@@ -9,6 +9,7 @@ __all__ = ['HIDDEN', 'write_atomic', 'writable', 'sha256', 'free_path', 'finite'
 # %% ../nbs/ground/00_files.ipynb #6a3f1bb7
 import contextlib
 import errno
+import gc
 import hashlib
 import itertools
 import json
@@ -226,13 +227,21 @@ class Lock(filelock.FileLock):
         "Take the lock; `RunLocked` if another writer holds it."
         path = Path(self.lock_file)
         try:
-            taken = super().acquire(timeout=0)
+            taken = self._try_twice()
         except filelock.Timeout:
             said = f"{path.parent.name!r} is being written by {_holder(path)}"
             raise RunLocked(said) from None
         with contextlib.suppress(OSError):  # a full disk: the holder stays nameless
             path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         return taken
+
+    def _try_twice(self):
+        "A trainer whose name another has taken lets go when it is collected."
+        try:
+            return super().acquire(timeout=0)
+        except filelock.Timeout:
+            gc.collect()
+            return super().acquire(timeout=0)
 
 # %% ../nbs/ground/00_files.ipynb #c834142a
 def _holder(path: Path) -> str:

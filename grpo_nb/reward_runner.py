@@ -356,5 +356,7 @@ def load_state_dict(self: RewardRunner, state: Mapping) -> None:
     state = state if isinstance(state, Mapping) else {}
     names = list(state.get("components", ()))
     if names != self.components:
-        raise ValueError(f"The state is for components {names}, this runner has {self.components}.")
+        raise ValueError(
+            f"The checkpoint is of a run with the rewards {names}, now they are {self.components}: give the same, or another run.dir."
+        )
     self.batches = int(state["batches"])

@@ -7,10 +7,11 @@ __all__ = ['GRPO', 'RunnerConfig', 'TrainerConfig']
 
 # %% ../nbs/method/04_trainer.ipynb #db06cf08
 import dataclasses
+import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ from .reward_runner import RewardConfig, RewardRunner
 from .rewards import passing_rewards
 from .scheduler import make_stream
 from .stream import SMALL, StreamConfig, check_tasks, open_tasks
-from .tasks import Task, Taskset
+from .tasks import Task, Taskset, overlap
 from .update import UpdateConfig, UpdateReport, rollout_logp, update
 
 # %% ../nbs/method/04_trainer.ipynb #ae43e5c6
@@ -184,6 +185,15 @@ def sample(
     return rollout
 
 # %% ../nbs/method/04_trainer.ipynb #7333b6f8
+def _warn_of_overlap(sets: Iterable, held_out: Iterable) -> None:
+    "Say how many held-out tasks are trained on."
+    plain = lambda group: [x for x in group if isinstance(x, Taskset) and len(x) <= SMALL]
+    for a, b in itertools.product(plain(sets), plain(held_out)):
+        if n := len(overlap(b, a)):
+            said = f"{n} of {len(b)} held-out tasks are also trained on, so their scores do not show what is learned about others."
+            warnings.warn(said, stacklevel=4)
+
+
 @patch
 def check_tasks(
     self: GRPO,
@@ -202,6 +212,7 @@ def check_tasks(
         for tasks in (*sets, *evals):
             if len(tasks) <= SMALL:
                 check_tasks(tasks, encode, needs, checks)
+        _warn_of_overlap(sets, evals)
         self.tasks_checked = True
     known = {getattr(t, "id", None) for t in sets if 0 < len(t) <= SMALL} - {None}
     new = [t for t in drawn if getattr(t, "taskset_id", None) not in known]

@@ -393,7 +393,7 @@ def test_other_formats_versions_and_configurations(tmp_path):
         state = other.state_dict()
         state["policy"] = {k: v[..., :1] for k, v in state["policy"].items()}
         other.load_state_dict(state)
-    with pytest.raises(ValueError, match="other components|components"):
+    with pytest.raises(ValueError, match="of a run with the rewards"):
         make(None, rewards={"other": thirds}).load_state_dict(t.state_dict())
 
 
@@ -410,6 +410,14 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path):
         with pytest.raises(Exception, match="[Hh]eader"):
             read(tmp_path / "step_1")
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_cell_that_is_run_again_goes_on_although_its_name_held_the_folder(tmp_path):
+    for steps in (1, 2):
+        t = make(tmp_path / "r", "run.if_exists=resume", f"steps={steps}")
+        t.fit()
+    assert [r["step"] for r in rows(t)] == [1, 2]
+    t.close()
 
 
 def test_training_in_a_thread_cannot_catch_signals_and_does_not_try(tmp_path):

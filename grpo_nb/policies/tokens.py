@@ -28,6 +28,7 @@ from .loading import _has_adapters, _load_tokenizer, _mend_generation_config
 from .loading import _check_flags, _stop_tokens, _unwrap_peft
 from .loading import _warn_of_unseen, _with_vocabulary
 from .loading import _write_adapter
+from ..files import writable
 from ..processes import place, whole
 from ..tasks import Task, check_prompt
 from ..update import RatioMismatch, micro_batches
@@ -223,6 +224,7 @@ def save_pretrained(
     path: str | Path,  # a folder, made if missing
 ):
     "Write model (safetensors) and tokenizer in transformers format, adapters added to the weights as `merge_lora` says; if the weights are sharded all processes call it, and the first writes."
+    path = writable("path", path, make=False)
     model = merge_lora(self.model) if self.lora else self.model
     state = whole(model.state_dict()) if self.sharded else None
     _mend_generation_config(model, self.stop)
@@ -235,6 +237,7 @@ def save_pretrained(
 @patch
 def save_adapter(self: TokenPolicy, path: str | Path):
     "Write what LoRA trained in peft's format, see `_write_adapter`, and the tokenizer."
+    path = writable("path", path, make=False)
     _write_adapter(self.model, path)
     self.tokenizer.save_pretrained(path)
 
