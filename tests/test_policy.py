@@ -298,9 +298,14 @@ U, A, S = ({"role": r, "content": c} for r, c in (("user", "1+"), ("assistant", 
     ids=str,
 )
 def test_a_conversation_has_one_beginning_and_one_system_message(prompt, system, want):
+    check_encoded(TEMPLATE, prompt, want, system)
+
+
+def check_encoded(template, prompt, want, system=None):
+    "The prompt becomes this text (which has a +), or is refused with these words."
     p = TokenPolicy.from_pretrained("data:tiny-llama", system_prompt=system)
-    p.tokenizer.chat_template, p.chat = TEMPLATE, True
-    if want.startswith("<bos>"):
+    p.tokenizer.chat_template, p.chat = template, True
+    if "+" in want:
         assert p.tokenizer.decode(p.encode(prompt)) == want
     else:
         with pytest.raises(ValueError, match=want):
@@ -323,13 +328,7 @@ FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}
     ],
 )
 def test_a_template_says_what_the_messages_say(template, prompt, want):
-    p = TokenPolicy.from_pretrained("data:tiny-llama")
-    p.tokenizer.chat_template, p.chat = template, True
-    if want.endswith("a"):
-        assert p.tokenizer.decode(p.encode(prompt)) == want
-    else:
-        with pytest.raises(ValueError, match=want):
-            p.encode(prompt)
+    check_encoded(template, prompt, want)
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": 0.5}, {"pad_token_id": -1}, {"max_new_tokens": -1}], ids=str)  # fmt: skip
