@@ -336,14 +336,17 @@ def test_a_crafted_message_of_a_worker_is_data_and_runs_nothing(when, tmp_path):
 def test_workers_that_end_before_they_take_a_sample_are_not_replaced_for_ever():
     def doomed():
         import os
-        import threading
+        import sys
 
-        threading.Timer(0.01, os._exit, [7]).start()
+        def at_the_first_read(frame, event, called):
+            if event == "c_call" and called.__name__ == "read":
+                os._exit(7)
+
+        sys.setprofile(at_the_first_read)
 
     judge = reward_function(lambda completion: 1.0, name="judge", warm_up=doomed)
     with RewardRunner([judge], workers=1, on_error="skip", **QUIET) as runner:
-        long = [c * 10_000_000 for c in "ab"]  # too long to be taken before the worker ends
-        assert in_time(runner, batch(long)).rewards_NR.isnan().all()
+        assert in_time(runner, batch(["a", "b"])).rewards_NR.isnan().all()
     assert "with code 7" in runner.failures[0].message
 
 
