@@ -22,7 +22,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .config import NonNegative, check_number, configuration, number_in, one_of, unknown_name
-from .core import Groups, GroupStats, Registry, group_centre, group_stats, weighted_sum
+from .core import Groups, GroupStats, Registry, group_stats, weighted_sum
 
 # %% ../nbs/method/01_advantages.ipynb #f2e55959
 @dataclass
@@ -43,7 +43,7 @@ class GroupedRewards:
 
     def centre(self, x: Tensor) -> Tensor:
         "Each value minus the mean of its group."
-        d = group_centre(x, self.groups)
+        d = group_stats(x, self.groups).distance
         return torch.where(self.count(x) == 1, x, d) if self.singleton == "raw" else d
 
     def std(self, x: Tensor, ddof: int = 1) -> Tensor:
@@ -52,7 +52,8 @@ class GroupedRewards:
 
     def normalise(self, x: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
         "(x - mean of the group) / (std of the group + eps); 0 where the group is constant."
-        z = _divide(group_centre(x, self.groups), self.std(x, ddof), eps)
+        s = group_stats(x, self.groups, ddof)
+        z = _divide(s.distance, self.groups.expand(s.std.nan_to_num(0.0)), eps)
         return torch.where(self.count(x) == 1, x / (1 + eps), z) if self.singleton == "raw" else z
 
     @property
@@ -184,7 +185,7 @@ def _batch_stats(self: GroupedRewards, x_NK: Tensor, ddof: int = 1) -> GroupStat
     x = torch.where(self.ok_NK, x_NK, torch.nan).flatten()
     index = torch.zeros_like(x, dtype=torch.long)
     s = group_stats(x, Groups(index, index.new_tensor([len(x)])), ddof)
-    return GroupStats(*(v.squeeze(0) for v in (s.mean, s.std, s.min, s.max, s.count)))
+    return GroupStats(*(v.squeeze(0) for v in vars(s).values()))
 
 # %% ../nbs/method/01_advantages.ipynb #242955b7
 @ADVANTAGES.register("rloo")

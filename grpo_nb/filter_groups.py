@@ -22,7 +22,7 @@ from torch import Tensor
 from .config import NonNegative, Natural, Share, check_call, check_number, configuration
 from .config import one_of, unknown_name
 from .core import Groups, GroupStats, Registry, Rollout
-from .core import group_centre, group_stats, masked_sum, weighted_sum
+from .core import group_stats, masked_sum, weighted_sum
 
 # %% ../nbs/method/01_filter_groups.ipynb #d9e72edd
 def varies(
@@ -316,7 +316,8 @@ def _sum_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
 def _combined_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     "The combined advantage is not 0 for all."
     groups, x = Groups.of(rollout.group_N), rollout.rewards.double()
-    z = group_centre(x, groups) / (groups.expand(group_stats(x, groups).std) + 1e-4)
+    s = group_stats(x, groups)
+    z = s.distance / (groups.expand(s.std) + 1e-4)
     total = weighted_sum(z, _component_weights(rollout, config.weights))
     return varies(total, groups, config.min_spread)
 
