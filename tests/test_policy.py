@@ -495,3 +495,23 @@ def test_a_policy_is_pushed_to_a_hub_and_refused_offline(tmp_path, monkeypatch):
     assert p.push_to_hub("me/sums", token="hf_x").endswith("/me/sums/commit/abc")
     p.save_pretrained(tmp_path)
     assert sent == {f.name: f.read_bytes() for f in tmp_path.iterdir()}
+
+
+def test_gradients_are_the_same_bits_however_threads_are_scheduled():
+    "Other work at the same time changes which thread comes first, and must not change a sum."
+    policy = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=10)
+    r = policy.sample(Taskset.load(data_path("tasks/middle_train.jsonl"))[:8], 8, seeded(0))
+    scored = lambda: torch.autograd.grad(policy.logp(r).sum(), policy.parameters())
+    threads, stop = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        want = scored()
+        with ThreadPoolExecutor(2) as pool:
+            for _ in range(2):
+                pool.submit(lambda: [scored() for _ in iter(lambda: bool(stop), True)])
+            found = [scored() for _ in range(6)]
+            stop.append(True)
+    finally:
+        stop.append(True)
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for g in found for a, b in zip(g, want))

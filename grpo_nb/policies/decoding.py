@@ -6,6 +6,7 @@
 __all__ = ['FLOOR', 'shape_logits', 'draw', 'head_logp', 'Network']
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #de39d167
+import copy
 import functools
 import inspect
 import warnings
@@ -324,6 +325,20 @@ def _shares_cache(self: Network) -> bool:
         layers = getattr(cache, "layers", None)
         self.found["shares"] = bool(layers) and all(type(x) is DynamicLayer for x in layers)
     return self.found["shares"]
+
+# %% ../../nbs/method/02_policies.decoding.ipynb #0d50297f
+def _rows_of(cache, rows: Tensor):
+    "A cache of these rows; the given one stays as it is."
+    part = copy.copy(cache)
+    part.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in part.layers:
+        layer.keys, layer.values = _take(layer.keys, rows), _take(layer.values, rows)
+    return part
+
+
+def _take(x: Tensor, rows: Tensor) -> Tensor:
+    "x[rows]; its gradient sums in one order, as that of an embedding does, where `x[rows]` adds as threads come."
+    return F.embedding(rows, x.flatten(1)).view(len(rows), *x.shape[1:])
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #3db0eea7
 def _left_padded(ids_PL: Tensor, length_P: Tensor) -> tuple[Tensor, Tensor, Tensor]:

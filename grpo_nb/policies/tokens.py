@@ -22,7 +22,16 @@ from torch import Tensor, nn
 
 from ..config import check_number, _check_options, one_of
 from ..core import Groups, Rollout, check_finite, pad_to, seeded
-from .decoding import FLOOR, Network, draw, head_logp, _left_padded, shape_logits
+from grpo_nb.policies.decoding import (
+    FLOOR,
+    Network,
+    draw,
+    head_logp,
+    _left_padded,
+    _rows_of,
+    _take,
+    shape_logits,
+)
 from .loading import add_lora, load_model, merge_lora, _upload, _asked_autocast
 from .loading import _has_adapters, _load_tokenizer, _mend_generation_config
 from .loading import _check_flags, _stop_tokens, _unwrap_peft
@@ -730,7 +739,7 @@ def _hidden_shared(self: TokenPolicy, r, first_P, index_N, ids_NS, mask_NS) -> T
     length_P = r.states["prompt_len"][first_P].to(dev)
     ids, attend, positions = _left_padded(r.states["prompt_ids"][first_P].to(dev), length_P)
     hidden, cache = self.network.run(ids, attend, positions, use_cache=True)
-    out = hidden[:, -1][index_N][:, None].expand(-1, ids_NS.shape[1], -1)
+    out = _take(hidden[:, -1], index_N)[:, None].expand(-1, ids_NS.shape[1], -1)
     flat = out.reshape(-1, out.shape[-1])
     steps_N = mask_NS.sum(1) - 1
     pieces, places = [], []
@@ -749,14 +758,6 @@ def _hidden_shared(self: TokenPolicy, r, first_P, index_N, ids_NS, mask_NS) -> T
     if pieces:
         flat = flat.index_copy(0, torch.cat(places), torch.cat(pieces))
     return flat[mask_NS.reshape(-1)]
-
-# %% ../../nbs/method/03_policies.tokens.ipynb #52813b2f
-def _rows_of(cache, rows: Tensor):
-    "A cache of these rows; the given one stays as it is."
-    part = copy_module.copy(cache)
-    part.layers = [copy_module.copy(layer) for layer in cache.layers]
-    part.batch_select_indices(rows)
-    return part
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #fb6736e2
 @patch
