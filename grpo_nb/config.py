@@ -32,11 +32,12 @@ def unknown_name(
     kind: str,  # what was looked up
     name: Any,  # what was given
     known: Iterable[str],  # what exists
+    above: str = "",  # the section of what exists, with its dot
 ) -> str:
     "The message for an unknown name: nearest matches first, then everything there is."
     known = sorted("null" if k is None else str(k) for k in known)
     near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    hint = f" Did you mean {' or '.join(repr(above + k) for k in near)}?" if near else ""
     return f"Unknown {kind} {name!r}.{hint} Available: {', '.join(known) or 'none'}."
 
 # %% ../nbs/ground/00_config.ipynb #ed3d49ee
@@ -255,12 +256,10 @@ def _one_line(error: pydantic.ValidationError, cls: type) -> str:
     if kind == "missing":
         return f"{key} is missing, got {value!r}."
     if kind.startswith("dataclass"):
-        section = next((h for h in _flat(hint) if dataclasses.is_dataclass(h)), None)
-        plain = (
-            f for f in dataclasses.fields(section or cls) if f.default is not dataclasses.MISSING
-        )
-        first = section and next(plain, None)
-        such = f", such as {{{first.name}: {first.default}}}" if first else ""
+        section = next((h for h in _flat(hint) if dataclasses.is_dataclass(h)), cls)
+        fields = (f for f in dataclasses.fields(section) if f.default is not dataclasses.MISSING)
+        shown = ((f.name, value if isinstance(value, Real) else f.default) for f in fields)
+        such = ", such as {{{}: {}}}".format(*next(shown, ("key", "value")))
         return f"{key or 'The configuration'} needs a mapping{such}, got {value!r}."
     return f"{key} must be {accepts(hint)}, got {value!r}."
 
@@ -286,7 +285,8 @@ def _unknown_key(key: str, owner: type, root: type) -> str:
     near = difflib.get_close_matches(name, words, cutoff=0.8)
     if near and not difflib.get_close_matches(name, names, cutoff=0.8):
         return f"{kind} Did you mean {words[near[0]]!r}?"
-    return kind + unknown_name("", name, names).removeprefix(f"Unknown  {name!r}.")
+    said = unknown_name("", name, names, above=key.removesuffix(name))
+    return kind + said.removeprefix(f"Unknown  {name!r}.")
 
 # %% ../nbs/ground/00_config.ipynb #660642b3
 def _place(cls: type, loc: Sequence) -> tuple[str, type, Any]:
@@ -332,7 +332,7 @@ def accepts(hint: Any) -> str:
     if args and typing.get_origin(hint) in (list, tuple):
         return f"list of {accepts(args[0])}"
     words = {dict: "a mapping {key: value}", str: "text", list: "a list", bool: "true or false"}
-    words |= {Callable: "a function"}
+    words |= {Callable: "a function", Any: "value"}
     return words.get(hint) or getattr(hint, "__name__", str(hint))
 
 # %% ../nbs/ground/00_config.ipynb #52882a6a

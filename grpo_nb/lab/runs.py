@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +46,7 @@ from .recipe import GRPOConfig, open_rewards
 from .record import _read_tree
 from ..metrics import COUNTERS
 from .session import CheckpointConfig
-from .study import MEAN, check_metric
+from .study import MEAN, UnknownMetric, check_metric
 from ..advantages import weights_by_name
 from ..evaluate import evaluate as evaluate_policy
 from ..reward_runner import RewardRunner
@@ -60,18 +60,6 @@ class FailedRun(Exception):
 
 class _BudgetSpent(Exception):
     "Ends `fit` from a callback."
-
-
-class _UnknownMetric(ValueError):
-    "Ends a study that asks for a metric which no run has."
-
-
-def _check_metrics(metrics: Iterable[str], names: Iterable[str]) -> None:
-    try:
-        for metric in metrics:
-            check_metric(metric, names)
-    except ValueError as e:
-        raise _UnknownMetric(e) from None
 
 # %% ../../nbs/lab/06_runs.ipynb #a67ec7dd
 def _numbers(row: Mapping) -> dict[str, float]:
@@ -114,8 +102,8 @@ class _Record:
         row = _numbers(row) | own | {"step": len(self.rows)}
         self.rows.append(row)
         self.keep(own)
-        if len(self.rows) == 2:
-            _check_metrics(self.metrics, self.rows[0].keys() | row.keys())
+        for metric in self.metrics if len(self.rows) == 2 else ():
+            check_metric(metric, self.rows[0].keys() | row.keys())
         spent, every = self.budget.spent(row) >= self.budget.n, self.every
         if spent or every and every.spent(row) // every.n > every.spent(last) // every.n:
             scores = self.judge()
@@ -223,52 +211,62 @@ def registered() -> dict[tuple[str, str], dict[str, Any]]:
 class Job:
     "One run of a study."
 
+    spec: Any  # the question, see `Spec`
     phase: str  # "tune" or "report"
     variant: str
     seed: int
-    overrides: dict[str, Any]  # of the variant, and what was tuned
-    base: GRPOConfig
-    budget: Budget
-    eval_every: Budget | None
-    metrics: tuple[str, ...]  # that the study asks for, the primary one first
-    threads: int
-    folder: str | None  # of the study
-    sources: dict[str, str]  # text of the functions, by name
-    functions: bytes  # make, evaluate, what was registered, those of variants, and the process that knows it
+    values: dict[str, Any]  # of tuned keys
 
     def __getstate__(self):
         import cloudpickle
 
-        return vars(self) | {
-            "base": cloudpickle.dumps(self.base)
-        }  # it may hold functions of a notebook
+        # with the key: a worker does not find the text of a notebook's functions
+        own = vars(self) | {"key": self.key}
+        return {"all": cloudpickle.dumps((own, registered(), os.getpid()))}
 
     def __setstate__(self, state):
-        vars(self).update(state, base=pickle.loads(state["base"]))
+        own, entries, process = pickle.loads(state["all"])
+        vars(self).update(own)
+        for (module, name), mine in entries.items() if os.getpid() != process else ():
+            getattr(importlib.import_module(module), name).update(mine)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        "Keys of the variant, and what was tuned."
+        return self.spec.variants[self.variant] | self.values
+
+    @property
+    def base(self) -> GRPOConfig:
+        tasks = self.spec.tune_tasks if self.phase == "tune" else None
+        return override(self.spec.base, {"tasks.eval": tasks}) if tasks else self.spec.base
+
+    @property
+    def budget(self) -> Budget:
+        return self.phase == "tune" and self.spec.tune_budget or self.spec.budget
+
+    @property
+    def eval_every(self) -> Budget | None:
+        wanted = self.phase == "report" or self.spec.metric.startswith(MEAN)
+        return self.spec.eval_every if wanted else None
+
+    @cached_property
+    def sources(self) -> dict[str, str]:
+        "The text of the functions, by name."
+        return self.spec.sources(self.variant)
 
     @cached_property
     def key(self) -> str:
         "A short name for everything that decides the numbers."
-        what = [self.phase, self.variant, self.seed, self.overrides, _base_changes(self.base)]
-        what += [self.budget.tree(), self.eval_every and self.eval_every.tree(), self.sources]
-        return digest(what)
+        what = [self.phase, self.variant, self.seed, plain(self.overrides)]
+        what += [_base_changes(self.base), self.budget.tree()]
+        return digest([*what, self.eval_every and self.eval_every.tree(), self.sources])
 
     @property
     def dir(self) -> Path | None:
         "The folder of the run."
         name = re.sub(r"[^\w.=-]+", "_", self.variant)[:40]  # any file system takes it
         name = f"{self.phase}-{name}-s{self.seed}-{self.key}"
-        return self.folder and Path(self.folder, name)
-
-    def load(self) -> tuple[Callable | None, Callable | None, dict]:  # make, evaluate, overrides
-        "The functions; in another process also what the notebook had registered."
-        import cloudpickle
-
-        make, evaluate, entries, own, process = cloudpickle.loads(self.functions)
-        if os.getpid() != process:
-            for (module, name), mine in entries.items():
-                getattr(importlib.import_module(module), name).update(mine)
-        return make, evaluate, self.overrides | own[self.variant]
+        return self.spec.dir and Path(self.spec.dir, name)
 
 # %% ../../nbs/lab/06_runs.ipynb #c91d4fc8
 def digest(value) -> str:
@@ -297,9 +295,9 @@ def _judge(trainer, base: GRPOConfig, overrides: Mapping[str, Any]) -> Callable[
     return lambda: evaluate_policy(trainer.policy, trainer.eval_tasks, rewards, *how)
 
 # %% ../../nbs/lab/06_runs.ipynb #e8fd0987
-def _make_options(overrides: Mapping[str, Any]) -> tuple[dict, dict]:
+def _make_options(spec: Any, overrides: Mapping[str, Any]) -> tuple[dict, dict]:
     "Keys of the configuration, and the keywords of `make`: those that begin with `make.`."
-    own = {k: v for k, v in overrides.items() if not k.startswith("make.")}
+    own = {k: v for k, v in overrides.items() if not (spec.make and k.startswith("make."))}
     return own, {k[5:]: v for k, v in overrides.items() if k not in own}
 
 # %% ../../nbs/lab/06_runs.ipynb #cd3da096
@@ -319,27 +317,27 @@ def _check_built(trainer, config: GRPOConfig, overrides: Mapping[str, Any]) -> N
 # %% ../../nbs/lab/06_runs.ipynb #932ea85f
 def _build_run(job: Job) -> tuple[Any, Callable[[], Any]]:
     "The trainer of a job, and a function giving its held-out scores."
-    make, evaluate, overrides = job.load()
-    overrides, options = _make_options(overrides) if make else (overrides, {})
-    dir = job.dir and job.dir / "run"
-    config = _run_config(job.base, overrides, job.seed, job.budget, dir, job.threads)
-    trainer = (make or GRPO.from_config)(config, **options)
+    spec, dir = job.spec, job.dir and job.dir / "run"
+    overrides, options = _make_options(spec, job.overrides)
+    config = _run_config(job.base, overrides, job.seed, job.budget, dir, spec.threads)
+    trainer = (spec.make or GRPO.from_config)(config, **options)
     _check_built(trainer, config, overrides | {"seed": job.seed})
-    if evaluate:
-        return trainer, lambda: evaluate(trainer)
+    if spec.evaluate:
+        return trainer, lambda: spec.evaluate(trainer)
     return trainer, _judge(trainer, job.base, overrides)
 
 # %% ../../nbs/lab/06_runs.ipynb #c538783a
 def _start_scores(job: Job, evaluate: Callable[[], dict]) -> dict:
     "Scores before training: evaluated once for all variants that share seed, policy and judge."
-    if not job.folder:
+    if not job.dir:
         return evaluate()
-    policy = {k: v for k, v in job.overrides.items() if k.startswith(("policy", "make."))}
+    overrides = plain(job.overrides)
+    policy = {k: v for k, v in overrides.items() if k.startswith(("policy", "make."))}
     base = _base_changes(job.base)  # tuning may have other held-out tasks
     own = f"{job.variant}: "  # functions of a variant that are no part of the policy
     used = lambda k: not k.startswith(own) or k.removeprefix(own) in policy
     sources = {k: v for k, v in job.sources.items() if used(k)}
-    file = Path(job.folder, f"start-{digest([base, policy, job.seed, sources])}.json")
+    file = Path(job.spec.dir, f"start-{digest([base, policy, job.seed, sources])}.json")
     if scores := _read_tree(file):
         return scores
     scores = evaluate()
@@ -354,11 +352,14 @@ def _train_run(job: Job) -> dict:
     with contextlib.closing(trainer) if hasattr(trainer, "close") else contextlib.nullcontext():
         start, dir = _start_scores(job, lambda: _scores_of(evaluate())), None
         # what is no held-out score waits for the first step
-        _check_metrics([m for m in job.metrics if m.startswith(("eval_", MEAN))], start)
-        if job.folder and hasattr(trainer, "open_run"):
+        asked = (job.spec.metric, *job.spec.lower_is_better)
+        for metric in asked:
+            if metric.startswith(("eval_", MEAN)):
+                check_metric(metric, start)
+        if job.dir and hasattr(trainer, "open_run"):
             trainer.open_run()  # loads what an earlier attempt has saved
             dir = job.dir
-        record = _Record(evaluate, job.budget, job.eval_every, job.metrics, dir)
+        record = _Record(evaluate, job.budget, job.eval_every, asked, dir)
         ended = record.train(trainer, start)
     names = dict.fromkeys(k for r in record.rows for k in r)
     curve = {k: [r.get(k) for r in record.rows] for k in names}
@@ -375,22 +376,24 @@ def _short_trace(error: BaseException) -> str:
 # %% ../../nbs/lab/06_runs.ipynb #4ac8f20a
 def _result_of(job: Job, **facts) -> dict:
     "The record of a run: facts are status, error, curve and what else is known."
-    quoted = secret_texts([_base_changes(job.base), job.overrides])
+    overrides = plain(job.overrides)
+    quoted = secret_texts([_base_changes(job.base), overrides])
     facts["error"] = hide_secrets(facts.get("error"), known=quoted)
-    names = ("key", "phase", "variant", "seed", "overrides")
-    known = {"status": "done", "error": None, "ended": None}
-    return hide_secrets({k: getattr(job, k) for k in names}) | known | facts
+    told = {k: getattr(job, k) for k in ("key", "phase", "variant", "seed")}
+    known = {"overrides": hide_secrets(overrides), "status": "done", "error": None, "ended": None}
+    return hide_secrets(told) | known | facts
 
 # %% ../../nbs/lab/06_runs.ipynb #f9cbe7ac
 def run_job(job: Job) -> dict:
     "Carry out a job and write its result into its folder; an error of the run becomes its result."
     import torch
 
+    job = pickle.loads(pickle.dumps(job))  # a copy of what its functions hold, as in a worker
     threads = torch.get_num_threads()
-    torch.set_num_threads(job.threads)
+    torch.set_num_threads(job.spec.threads)
     try:
         result = _result_of(job, **_train_run(job))
-    except (_UnknownMetric, RunLocked):  # of now, not of the run
+    except (UnknownMetric, RunLocked):  # of now, not of the run
         raise
     except Exception as e:
         result = _result_of(job, status="failed", error=_short_trace(e))

@@ -10,7 +10,6 @@ import ast
 import hashlib
 import inspect
 import json
-import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
@@ -38,38 +37,16 @@ def _same_for_all(key: str) -> bool:
     "Whether a dotted key belongs to what all variants share."
     return any(f"{key}.".startswith(f"{same}.") for same in _SAME_FOR_ALL)
 
-# %% ../../nbs/lab/07_spec.ipynb #30a58298
-def _check_keyed(name: str, needs: str, given: Any, kinds: type | tuple) -> None:
-    "Keys and values are compared, no objects."
-    named = given if isinstance(given, Mapping) else ()
-    if not isinstance(given, kinds) or not all(isinstance(key, str) for key in named):
-        raise ValueError(
-            f"{name} must be {needs}, got {given!r:.60}. Models and tasks are named by their files, {{'policy.model': folder, "
-            "'tasks.train': file}, or made by make=f(config) -> trainer."
-        )
-
-
-def _check_variants(variants: Mapping[str, Mapping]) -> None:
-    "Variants change nothing that makes the runs comparable."
-    _check_keyed("variants", "{name: {key: value}}", variants, Mapping)
-    for name, keys in variants.items():
-        _check_keyed(f"variants[{name!r}]", "{key: value}", keys, Mapping)
-    if not variants:
-        raise ValueError("There are no variants to compare.")
-    for name, keys in variants.items():
-        for key in filter(_same_for_all, keys):
-            raise ValueError(
-                f"Variant {name!r} sets {key!r}, which is the same for all variants: set it in the base, or "
-                "through seeds, budget, threads and dir."
-            )
-
 # %% ../../nbs/lab/07_spec.ipynb #0e569da6
 def _open_base(base: str | Path | Mapping | list | GRPOConfig | None) -> GRPOConfig:
     "The configuration that variants change: of a recipe, of keys as `GRPO` takes them, or the defaults."
     if isinstance(base, (str, Path)):
         return load_config(base)
-    needs = "a recipe, {key: value} or a GRPOConfig"
-    _check_keyed("base", needs, base, (type(None), Mapping, list, GRPOConfig))
+    if not isinstance(base, (type(None), Mapping, list, GRPOConfig)):
+        raise ValueError(
+            f"base must be a recipe, {{key: value}} or a GRPOConfig, got {base!r:.60}. Models and tasks are named by their "
+            "files, {'policy.model': folder, 'tasks.train': file}, or made by make=f(config) -> trainer."
+        )
     return base if isinstance(base, GRPOConfig) else override(GRPOConfig(), base or {})
 
 # %% ../../nbs/lab/07_spec.ipynb #edadc98c
@@ -91,7 +68,7 @@ class Spec:
 
     elsewhere = {"steps": "budget=Steps(n)"}  # what a misplaced key is called here
 
-    variants: Any  # {name: keys that it sets}
+    variants: dict[str, dict[str, Any]]  # {name: keys that it sets}
     base: Any = None  # recipe path, keys or GRPOConfig that the variants change
     seeds: Any = 5  # a number of seeds, or a list of them
     budget: Any = None  # of every run, such as {samples: 20000}
@@ -108,7 +85,8 @@ class Spec:
     threads: Count = 1  # threads of each run
 
     def __post_init__(self):
-        _check_variants(self.variants)
+        if not self.variants:
+            raise ValueError("There are no variants to compare.")
         self.base, self.seeds = _open_base(self.base), _seed_list("seeds", self.seeds)
         for name in ("budget", "eval_every", "tune_budget"):
             setattr(self, name, _to_budget(getattr(self, name), name))
@@ -120,6 +98,14 @@ class Spec:
             raise ValueError(
                 f"metric={self.metric!r} is a mean over a run: say with eval_every how often to evaluate."
             )
+        self.tune = self.tune or {}
+        asked = {f"Variant {name!r}": keys for name, keys in self.variants.items()}
+        for who, keys in (asked | {"tune": self.tune}).items():
+            for key in filter(_same_for_all, keys):
+                raise ValueError(
+                    f"{who} sets {key!r}, which is the same for all variants: set it in the base, or through seeds, budget, "
+                    "threads and dir."
+                )
         self._check_tuning()
         for name, keys in self.variants.items():
             for values in self.grid(name) or [{}]:
@@ -135,14 +121,10 @@ class Spec:
 @patch
 def _check_tuning(self: Spec) -> None:
     "Tuned keys may differ and have values, and tuning seeds are not reported."
-    self.tune = self.tune or {}
     for key, name in functions_in(self.tune).items():  # what is tuned is written down
         raise ValueError(f"tune has the function {name} in {key}: make it a variant instead.")
-    for key, values in self.tune.items():
-        if _same_for_all(key):
-            raise ValueError(f"tune sets {key!r}, which is the same for all variants.")
-        if not values:
-            raise ValueError(f"tune[{key!r}] has no values.")
+    for key in (k for k, values in self.tune.items() if not values):
+        raise ValueError(f"tune[{key!r}] has no values.")
     self.tune_seeds = _seed_list("tune_seeds", self.tune_seeds) if self.tune else []
     if both := sorted(set(self.seeds) & set(self.tune_seeds)):
         raise ValueError(
@@ -172,8 +154,11 @@ def _check_tasks(self: Spec) -> None:
 @patch
 def _check_keys(self: Spec, name: str, overrides: Mapping[str, Any]) -> None:
     "Keys of the configuration by building one, keywords of `make` by its signature."
-    keys, options = _make_options(overrides) if self.make else (overrides, {})
-    config = _run_config(self.base, keys, 0, self.budget)
+    keys, options = _make_options(self, overrides)
+    try:
+        config = _run_config(self.base, keys, 0, self.budget)
+    except ValueError as e:
+        raise ValueError(f"Variant {name!r}: {e}") from None
     if self.make is None:
         return
     try:
@@ -266,34 +251,7 @@ def plan_runs(
     chosen: Mapping[str, Mapping] | None = None,  # variant -> values; None: the tuning runs
 ) -> list[Job]:
     "The runs of a study as jobs."
-    import cloudpickle
-
-    own = {
-        n: {k: v for k, v in keys.items() if functions_in({k: v})}
-        for n, keys in spec.variants.items()
-    }
-    functions = cloudpickle.dumps((spec.make, spec.evaluate, registered(), own, os.getpid()))
-    metrics = (spec.metric, *spec.lower_is_better)
-    folder = spec.dir and os.path.expanduser(spec.dir)
-    job = lambda phase, n, seed, values, *rest: Job(
-        phase,
-        n,
-        seed,
-        overrides(n, values),
-        *rest,
-        metrics,
-        spec.threads,
-        folder,
-        spec.sources(n),
-        functions,
-    )
-    overrides = lambda name, values: plain(spec.variants[name] | dict(values))
     if chosen is None:
-        along = spec.eval_every if spec.metric.startswith(MEAN) else None
-        tasks = {"tasks.eval": spec.tune_tasks} if spec.tune_tasks else {}
-        rest = (override(spec.base, tasks), spec.tune_budget or spec.budget, along)
         runs = [(n, s, v) for n in spec.variants for v in spec.grid(n) for s in spec.tune_seeds]
-        return [job("tune", n, s, v, *rest) for n, s, v in runs]
-    rest = (spec.base, spec.budget, spec.eval_every)
-    runs = [(n, s) for s in spec.seeds for n in spec.variants]
-    return [job("report", n, s, chosen[n], *rest) for n, s in runs]
+        return [Job(spec, "tune", *run) for run in runs]
+    return [Job(spec, "report", n, s, chosen[n]) for s in spec.seeds for n in spec.variants]
