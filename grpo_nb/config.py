@@ -148,20 +148,12 @@ def check_number(
         raise ValueError(f"{name} {e}, got {value!r}.") from None
 
 # %% ../nbs/ground/00_config.ipynb #92d80c31
-_PLAIN_TYPES = {
-    bool: pydantic.StrictBool,
-    int: number_in(whole=True),
-    float: number_in(finite=False),
-}
-
-
 def _strict(hint):
     "The field type in which `True` is no number and `1` no truth value."
-    if hint in _PLAIN_TYPES:
-        return _PLAIN_TYPES[hint]
+    plain = {bool: pydantic.StrictBool, int: number_in(whole=True), float: number_in(finite=False)}
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return typing.Union[tuple(_strict(a) for a in typing.get_args(hint))]  # noqa: UP007
-    return hint
+    return plain.get(hint, hint)
 
 # %% ../nbs/ground/00_config.ipynb #b1e54011
 def configuration(
@@ -434,14 +426,7 @@ def describe(
     "What every key accepts and means."
     rows = []
     for key, f, hint, owner in _fields(cls):
-        missing = f.default is dataclasses.MISSING
-        default, meaning = f.default if not missing else f.default_factory(), _comments(owner)
-        rows.append(
-            {
-                "key": key,
-                "default": default,
-                "accepts": accepts(hint),
-                "meaning": meaning.get(f.name, ""),
-            }
-        )
+        default = f.default_factory() if f.default is dataclasses.MISSING else f.default
+        meaning = _comments(owner).get(f.name, "")
+        rows.append(dict(key=key, default=default, accepts=accepts(hint), meaning=meaning))
     return rows

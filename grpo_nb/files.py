@@ -227,21 +227,19 @@ class Lock(filelock.FileLock):
         "Take the lock; `RunLocked` if another writer holds it."
         path = Path(self.lock_file)
         try:
-            taken = self._try_twice()
+            with contextlib.suppress(filelock.Timeout):
+                return self._take(path)
+            gc.collect()  # a trainer whose name another has taken lets go when it is collected
+            return self._take(path)
         except filelock.Timeout:
             said = f"{path.parent.name!r} is being written by {_holder(path)}"
             raise RunLocked(said) from None
+
+    def _take(self, path: Path):
+        taken = super().acquire(timeout=0)
         with contextlib.suppress(OSError):  # a full disk: the holder stays nameless
             path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         return taken
-
-    def _try_twice(self):
-        "A trainer whose name another has taken lets go when it is collected."
-        try:
-            return super().acquire(timeout=0)
-        except filelock.Timeout:
-            gc.collect()
-            return super().acquire(timeout=0)
 
 # %% ../nbs/ground/00_files.ipynb #c834142a
 def _holder(path: Path) -> str:

@@ -115,16 +115,15 @@ def _sample_row(row: Mapping) -> dict:
 
 # %% ../../nbs/lab/00_frames.ipynb #d0509b51
 def _numeric(values):
-    "A column of metrics as numbers: one column, or one per entry of a vector; text stays as it is."
+    "A column of metrics as numbers: one column, or one per entry of a vector; what is no number is NaN."
     import pandas as pd
 
     if values.map(type).eq(list).any():
         entries = [dict(enumerate(v)) if isinstance(v, list) else {} for v in values]
-        return pd.DataFrame(entries, values.index, dtype=float).add_prefix(f"{values.name}/")
-    try:
-        return values if values.dtype.kind in "iuf" else values.astype(float)
-    except (ValueError, TypeError):
-        return values
+        entries = pd.DataFrame(entries, values.index).add_prefix(f"{values.name}/")
+        return entries.apply(pd.to_numeric, errors="coerce").astype(float)
+    found = pd.to_numeric(values, errors="coerce")
+    return found if found.dtype.kind in "iuf" else found.astype(float)
 
 # %% ../../nbs/lab/00_frames.ipynb #26e2c9f4
 def _rows_to_frame(rows: Sequence[Mapping], **attrs):  # DataFrame with these attrs
@@ -133,11 +132,11 @@ def _rows_to_frame(rows: Sequence[Mapping], **attrs):  # DataFrame with these at
 
     names = list(dict.fromkeys(k for r in ({"step": 0}, *rows) for k in r))
     frame = pd.DataFrame({k: [r.get(k) for r in rows] for k in names})
+    frame = pd.concat([_numeric(frame[k]) for k in frame], axis=1)
     frame = frame.dropna(subset="step").drop_duplicates("step", keep="last")
     frame = frame.astype({"step": int}).sort_values("step", ignore_index=True)
-    out = pd.concat([_numeric(frame[k]) for k in frame], axis=1)
-    out.attrs = attrs
-    return out
+    frame.attrs = attrs
+    return frame
 
 # %% ../../nbs/lab/00_frames.ipynb #9fc4b469
 KL_OLD = ("upd/kl_old", "kl_old/exact", "kl_old/k3")  # names of the KL to the policy that sampled
