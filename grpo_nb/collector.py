@@ -80,6 +80,7 @@ class GroupCollector:
         self.make_task = make_task
         self.status = "closed"  # "closed", "open", "full" or "cap"
         self.held: list[Rollout] = []  # kept groups of this step
+        self.num_held = 0  # groups in them
         self.carried: list[Rollout] = []  # kept groups waiting for the next step
         self.unrewarded: list[Rollout] = []  # the batch that waits for its rewards
         self.tally = Counter()  # sums of this step
@@ -92,10 +93,10 @@ class GroupCollector:
         by_sum = config.rule_name == "sum" and advantage == "gdpo"
         self._warn({"sum": by_sum})
 
-    @property
-    def num_held(self) -> int:
-        "Groups kept so far in this step."
-        return sum(piece.num_groups for piece in self.held)
+    def _hold(self, piece: Rollout):
+        if len(piece):
+            self.held.append(piece)
+            self.num_held += piece.num_groups
 
 # %% ../nbs/method/02_collector.ipynb #fed9971b
 log = logging.getLogger("grpo_nb.collector")
@@ -118,7 +119,7 @@ _WARNINGS = {
     "surplus": "{dropped} of {kept} kept groups ({lost:.1%}) did not fit and were dropped over the last 20 steps. Set "
     "surplus='carry', sizing='adaptive' or a smaller gen_batch_size.",
     "end": "End of the data: {held} of {needed} groups do not fill a batch and are dropped. Set "
-    "filter_groups.on_cap='train_partial' to use them.",
+    "filter_groups.on_end='train_partial' to use them.",
     "cap": "num_gen_batches={n} >= max_num_gen_batches={n}. Generated too many batches: {held} of {needed} groups collected, "
     "{filtered} of {groups} generated groups filtered ({rate:.1%}): {high} all high, {low} all low. Likely cause: {why}. Raise "
     "max_num_gen_batches (0 = no limit), lower train_batch_size, raise num_generations, change the tasks, or set on_cap to "
@@ -164,18 +165,21 @@ def collect(
 def _settle(self: GroupCollector):
     "Full, at the limit, or open?"
     t, config = self.tally, self.config
+    once = config.action != "refill"  # drop and mask take one generation batch
+    full = t["batches"] > 0 if once else self.num_held >= self.train_batch_size
     limit = config.max_num_gen_batches if config.max_num_gen_batches > 0 else math.inf
     if config.adaptive_cap:
         need, filtered = max(self.train_batch_size - t["carried_in"], 0), t["groups"] - t["kept"]
         limit = adaptive_cap(need, self.full_size, filtered, t["groups"], t["batches"], limit)
-    full = self.num_held >= self.train_batch_size
     self.status = "full" if full else "cap" if t["batches"] >= limit else "open"
 
 # %% ../nbs/method/02_collector.ipynb #38142b20
 @patch(as_prop=True)
 def needed(self: GroupCollector) -> int:
-    "Prompts to generate next."
-    if self.config.sizing == "full":
+    "Prompts to generate next; 0 when no batch is due."
+    if self.status != "open":
+        return 0
+    if self.config.sizing == "full" or self.config.action != "refill":
         return self.full_size
     missing = self.train_batch_size - self.num_held
     return _next_batch_size(missing, *self.filter_rate, most=self.full_size)
@@ -187,6 +191,8 @@ def begin(
     policy_version: int | None = None,  # updates so far; None = counted here, one per trained batch
 ):
     "Open a step."
+    if self.status != "closed":
+        raise ValueError("A step is open already: finish it with take().")
     if policy_version is not None:
         self.policy_version = int(policy_version)
     self.tally, self.reasons = Counter(), Counter()
@@ -196,8 +202,7 @@ def begin(
         groups = Groups.of(piece.group_N)
         fresh_P = group_stats(age_N.double(), groups).max <= self.config.max_staleness
         self.tally["stale"] += int((~fresh_P).sum())
-        if fresh_P.any():
-            self.held.append(piece[groups.expand(fresh_P)])
+        self._hold(piece[groups.expand(fresh_P)])
     self.carried = []
     self.tally["carried_in"] = self.num_held
     self.status = "open"
@@ -317,6 +322,8 @@ def add(
     rollout: Rollout,  # one rewarded generation batch
 ):
     "Filter one generation batch and keep what varies."
+    if self.status != "open":
+        raise ValueError(f"No batch is due, the step is {self.status}: call take() or begin().")
     if not len(rollout):
         raise ValueError(
             "An empty generation batch. Return None from generate at the end of the data."
@@ -325,8 +332,12 @@ def add(
     rollout = rollout.replace(info={"policy_version": version_N} | rollout.info)
     decision = self._decide(rollout)
     self._count(rollout, decision)
-    if decision.num_kept:
-        self.held.append(rollout[decision.keep_N])
+    if self.config.action == "mask":
+        mask_NS = rollout.mask_NS.bool() & decision.keep_N.to(rollout.mask_NS.device)[:, None]
+        self._hold(rollout.replace(mask_NS=mask_NS))
+        self.num_held = decision.num_kept
+    else:
+        self._hold(rollout[decision.keep_N])
     self._settle()
     self._log_batch(rollout, decision.num_kept)
     if self.on_rewarded is not None:
@@ -347,7 +358,7 @@ def _counts(self: GroupCollector) -> dict[str, float]:
 def _expected(self: GroupCollector, rate: float) -> float:
     "Generation batches that the cost model predicts for the filter rate of the step."
     need = self.train_batch_size - self.tally["carried_in"]
-    if not self.tally["groups"] or need <= 0:
+    if not self.tally["groups"] or self.config.action != "refill" or need <= 0:
         return float(self.tally["batches"])
     carry = self.config.surplus == "carry" or self.config.sizing == "adaptive"
     return expected_gen_batches(rate, need, carry, self.full_size)
@@ -425,16 +436,17 @@ def _log_end(self: GroupCollector, outcome: str, trained: Rollout | None):
 # %% ../nbs/method/02_collector.ipynb #266f27ec
 @patch
 def _close(self: GroupCollector, outcome: str) -> Collected:
-    trained = None
+    refills, trained = self.config.action == "refill", None
     rest = concat(self.held) if self.held else None
     if outcome in ("full", "partial") and self.num_held:
-        trained, rest = _split_groups(rest, self.train_batch_size)
+        trained, rest = _split_groups(rest, self.train_batch_size) if refills else (rest, None)
         age_N = self.policy_version - trained.info["policy_version"]
         trained = trained.replace(info=trained.info | {"age": age_N})
-        outcome = "full" if trained.num_groups == self.train_batch_size else "partial"
+        fewer = trained.num_groups < self.train_batch_size and self.config.action != "mask"
+        outcome = "partial" if fewer else "full"
     elif outcome != "end":
         outcome = "skipped"
-    surplus = 0 if rest is None else rest.num_groups
+    surplus = rest.num_groups if refills and rest is not None else 0
     if surplus and self.config.surplus == "carry":
         self.carried = [rest]
     carried = surplus if self.carried else 0
@@ -444,7 +456,7 @@ def _close(self: GroupCollector, outcome: str) -> Collected:
     if trained is not None:
         self.unrewarded = []  # the update makes them samples of an older policy
         self.policy_version += 1
-    self.status, self.held = "closed", []
+    self.status, self.held, self.num_held = "closed", [], 0
     return Collected(trained, outcome, metrics)
 
 # %% ../nbs/method/02_collector.ipynb #404c4671
@@ -453,6 +465,11 @@ def take(self: GroupCollector) -> Collected:
     "Close the step: a full batch, or what `on_cap` asks for."
     if self.status == "full":
         return self._close("full")
+    if self.status != "cap":
+        raise ValueError(
+            f"The step is {self.status}, with {self.num_held} of {self.train_batch_size} groups: "
+            "add generation batches until it is full."
+        )
     numbers = self._counts() | {"n": self.tally["batches"], "why": _likely_cause(self.reasons)[1]}
     numbers |= {"held": self.num_held, "needed": self.train_batch_size}
     if self.config.on_cap == "raise":
@@ -464,13 +481,13 @@ def take(self: GroupCollector) -> Collected:
 @patch
 def _end_of_data(self: GroupCollector) -> Collected:
     "A partial batch is trained on or dropped, and counted."
-    train = self.config.on_cap == "train_partial" and self.num_held
+    train = self.config.on_end == "train_partial" and self.num_held
     lost = self.num_held and not train and self.config.surplus == "drop"
     self._warn({"end": lost}, held=self.num_held, needed=self.train_batch_size)
     return self._close("partial" if train else "end")
 
 # %% ../nbs/method/02_collector.ipynb #a288468c
-_PLAIN = "status gen_steps policy_version filter_rate window warnings".split()
+_PLAIN = "status num_held gen_steps policy_version filter_rate window warnings".split()
 _ROLLOUTS = ("held", "carried", "unrewarded")
 
 # %% ../nbs/method/02_collector.ipynb #82b6e2b7

@@ -62,7 +62,7 @@ _REASONS = (
     "narrow",  # varies by no more than min_spread
     "cancelled",  # varies, but the rule sees no signal: components that cancel
     "kept",  # the metric varies
-    "single",  # one valid value: kept, as in verl
+    "single",  # one valid value (kept or not by `singles`)
     "invalid",  # no valid value
 )
 
@@ -100,6 +100,7 @@ class GroupDecision:
 def keep_groups(
     values: Tensor | np.ndarray | Sequence,  # (N,) or (N, C) metric; NaN or None = does not apply
     group_N: Groups | Tensor | Sequence,  # group of each sample: any ids, any order, uneven sizes
+    singles: str = "keep",  # groups with one valid value: "keep" (verl) or "drop"
     min_spread: float = 0.0,  # see `varies`
     signal_P: Tensor | None = None,  # (P,) a rule's answer; None = `varies`
 ) -> GroupDecision:
@@ -110,8 +111,9 @@ def keep_groups(
     valid_P = stats.count.amax(1)
     differs_P = varies(values_NC, groups, min_spread)
     signal_P = (differs_P if signal_P is None else signal_P) & (valid_P > 1)
+    keep_P = signal_P | (valid_P == 1) & (one_of("singles", singles, ("keep", "drop")) == "keep")
     reason_P = _reasons(stats, differs_P, signal_P)
-    return GroupDecision(groups, values_NC, stats, signal_P, signal_P | (valid_P == 1), reason_P)
+    return GroupDecision(groups, values_NC, stats, signal_P, keep_P, reason_P)
 
 # %% ../nbs/method/01_filter_groups.ipynb #80515078
 def _reasons(stats: GroupStats, differs_P: Tensor, signal_P: Tensor) -> Tensor:
@@ -229,9 +231,6 @@ def check_metrics(
             raise UnknownFilterMetric(unknown_name("filter metric", name, known))
 
 # %% ../nbs/method/01_filter_groups.ipynb #740ea8e1
-_REMOVED = {"action": "refill", "on_end": "drop", "singles": "keep"}  # old records name them
-
-
 @configuration
 class FilterGroupsConfig:
     "How groups are filtered and how a batch is filled."
@@ -241,13 +240,15 @@ class FilterGroupsConfig:
     max_num_gen_batches: int = 0  # generation batches per step; 0 or less = no limit
     rule: str | Callable | None = None  # in RULES, or a function; None = metric, or all_components
     weights: dict[str, float] | None = None  # of reward components; None = those of the advantage
+    singles: Literal["keep", "drop"] = "keep"  # groups with one valid value
     min_spread: NonNegative = 0.0  # largest difference that counts as none; 0 = exact
+    action: Literal["refill", "drop", "mask"] = "refill"  # sample again, fewer, or same shape
     gen_batch_size: Natural = 0  # prompts of a full generation batch; 0 = train_batch_size
     sizing: Literal["full", "adaptive"] = "full"  # next batch: full, or what is missing / keep rate
     filter_rate_ema: Share = 0.5  # weight of earlier steps' filter rate in the adaptive size
     adaptive_cap: bool = False  # limit from the filter rate of the step
-    # at the limit; train_partial also at the end of the data, where groups are else dropped
-    on_cap: Literal["raise", "train_partial", "skip_step"] = "raise"
+    on_cap: Literal["raise", "train_partial", "skip_step"] = "raise"  # at the limit
+    on_end: Literal["drop", "train_partial"] = "drop"  # groups that are left at the end of the data
     surplus: Literal["drop", "carry"] = "drop"  # groups beyond the batch: carry = to the next step
     max_staleness: Natural = 0  # age in updates up to which a carried group is used
     log_format: Literal["A"] | None = "A"  # one line per fact in verl's words; None = quiet
@@ -256,10 +257,9 @@ class FilterGroupsConfig:
     @classmethod
     def _earlier_names(cls, given: Any) -> Any:
         keys = getattr(given, "kwargs", given)
-        if not isinstance(keys, dict) or not keys.keys() & {"memory", *_REMOVED}:
-            return given
-        keys = {k: v for k, v in keys.items() if (k, v) not in _REMOVED.items()}
-        return {"filter_rate_ema" if k == "memory" else k: v for k, v in keys.items()}
+        if isinstance(keys, dict) and "memory" in keys:
+            return {"filter_rate_ema" if k == "memory" else k: v for k, v in keys.items()}
+        return given
 
     def __post_init__(self):
         _check_filter(self)
@@ -347,7 +347,7 @@ def decide(
     else:
         look = total_reward if rule == "sum" else _weighted_components
         values = look(rollout, config.weights)
-    return keep_groups(values, groups, config.min_spread, signal_P)
+    return keep_groups(values, groups, config.singles, config.min_spread, signal_P)
 
 # %% ../nbs/method/01_filter_groups.ipynb #73563c7c
 def warn_of_shaping(

@@ -177,7 +177,7 @@ def test_matches_the_definition_and_ignores_order(rows, rnd):
 @pytest.mark.parametrize(
     "bad",
     [
-        *(dict(singles="drop"), dict(on_cap="ignore"), dict(enable="perhaps")),
+        *(dict(singles="maybe"), dict(on_cap="ignore"), dict(enable="perhaps")),
         *(dict(max_staleness=-1), dict(min_spread=nan), dict(filter_rate_ema=1.5)),
         *(dict(metric=[3]), dict(rule="metric")),
     ],
@@ -190,9 +190,7 @@ def test_bad_options_are_refused_by_their_key(bad):
 def test_a_rollout_without_rewards_is_refused_and_an_old_key_is_read():
     with pytest.raises(UnknownFilterMetric, match="no rewards"):
         resolve_metric(groups_of([1, 0]).replace(rewards_NR=None, reward_names=()), "seq_reward")
-    assert (
-        build_config(FilterGroupsConfig, {"memory": 0.25, "on_end": "drop"}).filter_rate_ema == 0.25
-    )
+    assert build_config(FilterGroupsConfig, {"memory": 0.25}).filter_rate_ema == 0.25
 
 
 def test_rank_rewards_are_dead_only_if_every_cell_is_constant():
@@ -242,9 +240,23 @@ def test_carry_over_equals_a_stream_however_it_is_cut(stream, sizes, B):
     assert out == [kept[i : i + B] for i in range(0, len(kept) - B + 1, B)]
 
 
-def test_what_cannot_be_collected_is_refused():
+def test_every_state_refuses_what_does_not_fit_it():
+    c = GroupCollector(FilterGroupsConfig(**QUIET), 1)
+    with pytest.raises(ValueError, match="The step is closed"):
+        c.take()
+    with pytest.raises(ValueError, match="the step is closed"):
+        c.add(groups_of(LIVE))
+    c.begin()
+    with pytest.raises(ValueError, match="open already"):
+        c.begin()
+    with pytest.raises(ValueError, match="The step is open, with 0 of 1 groups"):
+        c.take()
     with pytest.raises(ValueError, match="empty generation batch"):
-        GroupCollector(FilterGroupsConfig(**QUIET), 1).collect(Script(groups_of(LIVE)[:0]))
+        c.add(groups_of(LIVE)[:0])
+    c.add(groups_of(LIVE))
+    assert c.needed == 0
+    with pytest.raises(ValueError, match="the step is full"):
+        c.add(groups_of(LIVE))
     with pytest.raises(ValueError, match="num_generations=1"):
         GroupCollector(FilterGroupsConfig(**QUIET), 4, num_generations=1)
 
@@ -259,7 +271,7 @@ def test_the_trainers_weights_hold_unless_the_filter_names_its_own():
         ({"len": 0.0}, None, 0),
         ({"len": 0.0}, {"len": 1.0}, 1),
     ):
-        config = FilterGroupsConfig(enable=True, weights=own, log_format=None)
+        config = FilterGroupsConfig(enable=True, weights=own, log_format=None, action="drop")
         c = GroupCollector(config, 1, weights=weights)
         c.begin()
         c.add(r)
