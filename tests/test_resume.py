@@ -21,7 +21,7 @@ import torch
 from resumed import check_resume, differences
 
 from grpo_nb.files import RunLocked, read_jsonl
-from grpo_nb.lab import checkpoint, progress, session
+from grpo_nb.lab import checkpoint, progress, record, session
 from grpo_nb.lab.checkpoint import (
     _CHECKSUM,
     CheckpointError,
@@ -639,3 +639,21 @@ def test_a_function_of_a_part_that_is_passed_is_not_asked_for(tmp_path):
     GRPO.load(tmp_path / "r", tasks=data, rewards={"thirds": thirds}).close()
     with pytest.raises(ValueError, match="GRPO.load.path, rewards=..."):
         GRPO.load(tmp_path / "r", tasks=data)
+
+
+@pytest.mark.parametrize("where, what", [(record.Run, "_describe"), (session, "_sweep")])
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_error_while_a_run_is_laid_out_leaves_it_as_it_was(
+    tmp_path, monkeypatch, where, what, error
+):
+    folder = tmp_path / "run"
+    for begun in (False, True):
+        trainer = make(folder, "run.if_exists=resume") if begun else make(folder)
+        with monkeypatch.context() as broken, pytest.raises(error):
+            broken.setattr(where, what, MagicMock(side_effect=error))
+            trainer.fit(1)
+        assert folder.exists() == begun
+        assert not begun or record.Run(folder).status["state"] == "stopped"
+        trainer = make(folder, "run.if_exists=resume") if begun else make(folder)
+        trainer.fit(1).close()
+        assert trainer.run.dir == folder and trainer.step_done == 1 + begun

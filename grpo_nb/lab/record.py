@@ -338,7 +338,7 @@ def _start(self: Run, new: bool = False) -> None:
         )
     lock = Lock(self.dir / "lock")
     lock.acquire()
-    self._lock, self._status = lock, self.status
+    self._lock, self._status, self._new = lock, self.status, new
     for name in ("metrics", "samples", "events"):
         self._files[name] = Appender(self.dir / f"{name}.jsonl")
     self._last = (self._files["metrics"].last or {}).get("step")
@@ -489,6 +489,27 @@ def _describe(self: Run, config: dict, name: str, parts: Any) -> None:
         _write_tree(self.dir / "environment.json", env)
     self.mark(**{"name": name, "started": _now()} | self._status)
 
+# %% ../../nbs/lab/01_record.ipynb #92843904
+@patch
+@contextlib.contextmanager
+def _laid_out(self: Run):
+    "An error while a run is laid out leaves nothing of a new one, and one that was there as it was found."
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):
+            self.close()
+        for name in _RUN_FILES if self._new else ():
+            (self.dir / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it holds something else
+            self.dir.rmdir()
+        raise
+
+
+_RUN_FILES = (
+    "config.yaml environment.json status.json metrics.jsonl samples.jsonl events.jsonl lock".split()
+)
+
 # %% ../../nbs/lab/01_record.ipynb #6d9a7f25
 @patch(cls_method=True)
 def create(
@@ -517,9 +538,10 @@ def create(
         writable("run.dir", run.dir)
         with contextlib.suppress(*[RunLocked] * numbered):  # another has just begun there
             run._start(new=not _is_run(run.dir))
-    run._describe(config, name or run.dir.name, parts)
-    run._mirrors = mirrors
-    run._show("start", run, config | parts)
+    with run._laid_out():
+        run._describe(config, name or run.dir.name, parts)
+        run._mirrors = mirrors
+        run._show("start", run, config | parts)
     return run
 
 # %% ../../nbs/lab/01_record.ipynb #1871e2fd

@@ -548,23 +548,20 @@ def _open_run(self: _Session) -> Mapping | None:  # the state that was loaded
     if again:  # how the record is kept is no part of what is compared
         tree["run"] = Run.open(folder).config.get("run", tree.get("run"))
     how = "resume" if again else c.if_exists, c.wandb, c.tensorboard
-    run = Run.create(
-        folder, tree, c.name, *how, _part_facts(trainer)
-    )  # from here on nobody else writes
-    if again and self.resumed_run is None:
-        try:
+    # from here on nobody else writes
+    run = Run.create(folder, tree, c.name, *how, _part_facts(trainer))
+    with run._laid_out():
+        if again and self.resumed_run is None:
             state = self._load_newest(folder / "checkpoints")
-        except BaseException:
-            run.close()
-            raise
+        _sweep(run.dir / "checkpoints")
+        if again:
+            run.truncate_after(trainer.step_done)
     if run.dir != folder:
         say(
             f"{folder} holds a run, so this one is {run.dir}; run.if_exists=resume goes on with the other."
         )
     self.run, self.closed = run, False
-    _sweep(run.dir / "checkpoints")
     if again:
-        run.truncate_after(trainer.step_done)
         trainer.history = History(run.dir / "metrics.jsonl")
         if (n := len(trainer.history)) < trainer.step_done:
             run.warn("missing_rows", f"its metrics have {n} rows of {trainer.step_done} steps")
