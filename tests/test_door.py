@@ -61,6 +61,7 @@ KEYS = [
     ("tasks.train", "other.jsonl", {}, TOLD),
     ("tasks.tasksets", [{"path": "x"}], {}, TOLD),
     ("tasks.shares", {"kind": "nope"}, {}, REFUSED),
+    ("tasks.shares", json, {}, REFUSED),
     ("tasks.selector", "random", {}, USED),
     ("tasks.selector", "random", {"tasks": Stream(ROWS)}, REFUSED),
     ("tasks.shuffle", False, {"tasks": Stream(ROWS)}, REFUSED),

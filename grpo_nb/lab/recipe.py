@@ -75,7 +75,7 @@ class TasksConfig(StreamConfig):
     eval: str | dict[str, str] | None = "data:tasks/middle_eval.jsonl"
     prompt: str = "prompt"  # name of the prompt column
     tasksets: list | None = None  # several tasksets instead of `train`: {name, path, selector, ...}
-    shares: Any = "size"  # how they are mixed, see `TasksetScheduler`
+    shares: str | list | dict[str, Any] = "size"  # how they are mixed, see `TasksetScheduler`
 
     def __post_init__(self):
         own = self.tasksets or self.train != TasksConfig.train

@@ -390,18 +390,21 @@ def _task_facts(tasks: Any) -> str:
 
 
 def _function_name(function: Any) -> str:
-    "Where a function was defined, and a checksum of its text, where there is one, and of the numbers and texts bound to it."
+    "Where a function was defined, and a checksum of its text, where there is one, and of the numbers and texts that it holds."
     bound = {}
     while isinstance(function, functools.partial):
         bound, function = dict(enumerate(function.args)) | function.keywords | bound, function.func
-    function = function if hasattr(function, "__qualname__") else type(function)
+    if not hasattr(function, "__qualname__"):
+        bound, function = getattr(function, "__dict__", {}) | bound, type(function)
+    text = ""
     with contextlib.suppress(OSError, TypeError, ValueError):
-        text = inspect.getsource(function)
         if inspect.isfunction(function):
             bound |= inspect.getclosurevars(function).nonlocals
-        text += "".join(f"{k}={v!r}" for k, v in bound.items() if isinstance(v, (str, int, float)))
-        return f"{plain(function)} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    return plain(function)
+        text = inspect.getsource(function)
+    text += "".join(f"{k}={v!r}" for k, v in bound.items() if isinstance(v, (str, int, float)))
+    return (
+        f"{plain(function)} {hashlib.sha256(text.encode()).hexdigest()[:12] * bool(text)}".strip()
+    )
 
 # %% ../../nbs/lab/02_session.ipynb #bf326cfe
 def functions_in(config: Any) -> dict[str, str]:  # full key: name of the function
