@@ -391,14 +391,15 @@ class Rollout:
         n, s = self.mask_NS.shape
         return f"Rollout({n} samples, {self.num_groups} groups, {s} steps, rewards {list(self.reward_names)})"
 
-    def map(self, f: Callable[[Any], Any]) -> "Rollout":
-        "A new rollout with `f` applied to every column."
+    def map(self, f: Callable, *others: "Rollout") -> "Rollout":
+        "A new rollout with `f` applied to every column, and to those of others beside it."
         out = dict(vars(self))
         for name, value in out.items():
+            columns = [getattr(r, name) for r in (self, *others)]
             if isinstance(value, dict):
-                out[name] = {key: f(v) for key, v in value.items()}
+                out[name] = {key: f(*[c[key] for c in columns]) for key in value}
             elif self._has(name):
-                out[name] = f(value)
+                out[name] = f(*columns)
         return type(self)(**out)
 
     def __getitem__(self, index) -> "Rollout":
@@ -440,7 +441,7 @@ def pad_to(x: Tensor, shape: Sequence[int]) -> Tensor:
     return out
 
 # %% ../nbs/method/00_core.ipynb #d3ce5c47
-def _join(parts: Sequence) -> Any:
+def _join(*parts: Any) -> Any:
     "Concatenate columns of one kind; tensors of different widths are padded on the right."
     first = parts[0]
     if isinstance(first, Tensor):
@@ -466,15 +467,10 @@ def concat(
             )
     index = [Groups.of(r.group_N) for r in rollouts]
     starts = np.cumsum([0] + [g.num_groups for g in index])
-    rollouts = [r.replace(group_N=g.index_N + int(s)) for r, g, s in zip(rollouts, index, starts)]
-    out = dict(vars(first))
-    for name, value in out.items():
-        parts = [getattr(r, name) for r in rollouts]
-        if isinstance(value, dict):
-            out[name] = {key: _join([p[key] for p in parts]) for key in value}
-        elif first._has(name):
-            out[name] = _join(parts)
-    return type(first)(**out)
+    first, *rest = (
+        r.replace(group_N=g.index_N + int(s)) for r, g, s in zip(rollouts, index, starts)
+    )
+    return first.map(_join, *rest)
 
 # %% ../nbs/method/00_core.ipynb #f8f3a19b
 def in_shares(

@@ -262,7 +262,14 @@ class FilterGroupsConfig:
         return given
 
     def __post_init__(self):
-        _check_filter(self)
+        RULES.resolve(self.rule or "metric")
+        if self.rule == "metric" and not self.metrics:
+            raise ValueError("filter_groups.rule='metric' needs filter_groups.metric, e.g. 'acc'.")
+        if self.metrics and self.rule in ("all_components", "combined", "sum"):
+            raise ValueError(
+                f"filter_groups.metric={self.metric!r} and rule={self.rule!r} are two different filters. Give the metric, "
+                "or the rule."
+            )
 
     @property
     def metrics(self) -> tuple:
@@ -276,17 +283,6 @@ class FilterGroupsConfig:
         "The rule that applies."
         default = "metric" if self.metrics else "all_components"
         return default if self.rule is None else RULES.resolve(self.rule)[0]
-
-# %% ../nbs/method/01_filter_groups.ipynb #32163f6e
-def _check_filter(c: FilterGroupsConfig):
-    RULES.resolve(c.rule or "metric")
-    if c.rule == "metric" and not c.metrics:
-        raise ValueError("filter_groups.rule='metric' needs filter_groups.metric, e.g. 'acc'.")
-    if c.metrics and c.rule in ("all_components", "combined", "sum"):
-        raise ValueError(
-            f"filter_groups.metric={c.metric!r} and rule={c.rule!r} are two different filters. Give the metric, "
-            "or the rule."
-        )
 
 # %% ../nbs/method/01_filter_groups.ipynb #3178aef3
 RULES = Registry("filter rule", "one bool per group", torch.bool)

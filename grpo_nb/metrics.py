@@ -7,11 +7,9 @@ __all__ = ['COUNTERS', 'Counters', 'peak_memory_mb', 'completion_metrics', 'merg
 
 # %% ../nbs/method/02_metrics.ipynb #b2b97193
 import contextlib
-import json
 import math
 import sys
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -124,7 +122,7 @@ def merge_rows(
 
 # %% ../nbs/method/02_metrics.ipynb #d2eb3ea1
 class History(Sequence):
-    "One row per step, however many: the last `window` in memory, older ones in the run's file, or compressed."
+    "One row per step, however many; with a run's file only the last `window` stay in memory."
 
     def __init__(
         self,
@@ -132,31 +130,24 @@ class History(Sequence):
         window: int = 1000,  # rows kept in memory
     ):
         rows = read_jsonl(file)[0] if file is not None else []
-        self.file, self.window = file, window
-        self.recent = deque(rows[-window:])
-        self.n_old, self.packed = len(rows) - len(self.recent), []
+        self.file, self.size = file, len(rows)
+        self.recent = deque(rows, None if file is None else window)
 
     def append(self, row: dict) -> None:
         "Add the row of a step."
         self.recent.append(row)
-        if len(self.recent) > self.window:
-            old = self.recent.popleft()
-            self.n_old += 1
-            if self.file is None:
-                self.packed.append(zlib.compress(json.dumps(old, default=float).encode()))
+        self.size += 1
 
     def __len__(self) -> int:
-        return self.n_old + len(self.recent)
+        return self.size
 
     def __iter__(self):
-        if self.file is None:
-            yield from (json.loads(zlib.decompress(x)) for x in self.packed)
-        elif self.n_old:
-            yield from read_jsonl(self.file)[0][: self.n_old]
+        if older := self.size - len(self.recent):
+            yield from read_jsonl(self.file)[0][:older]
         yield from self.recent
 
     def __getitem__(self, place: int | slice):
         if isinstance(place, slice):
             return list(self)[place]
-        at = range(len(self))[place]
-        return self.recent[at - self.n_old] if at >= self.n_old else list(self)[at]
+        back = range(self.size)[place] - self.size  # -1 is the last row
+        return (self.recent if -back <= len(self.recent) else list(self))[back]

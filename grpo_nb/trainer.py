@@ -604,7 +604,8 @@ def fit(
             row = self.step(record=False)
             self.seconds_trained += row["step_time"]
             try:
-                if self._evaluation_due():
+                every = config.eval.every
+                if every and self.step_done % every == 0 and self.eval_tasks:
                     row |= self.evaluate().metrics()
             finally:  # the step is done, so its row stays
                 self.record(row)
@@ -656,13 +657,6 @@ def diagnosis(self: GRPO) -> str:
         f"Gradient norms of the last steps: {', '.join(norms[-8:]) or 'none finite'}; learning rate {lr:.3g}. "
         "Lower optimizer.lr or update.max_grad_norm, or look for rewards and weights that are not finite."
     )
-
-
-@patch
-def _evaluation_due(self: GRPO) -> bool:
-    "Whether held-out tasks are evaluated after this step."
-    every = self.config.eval.every
-    return bool(every) and self.step_done % every == 0 and bool(self.eval_tasks)
 
 # %% ../nbs/method/04_trainer.ipynb #3bbb5b57
 @patch

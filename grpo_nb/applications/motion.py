@@ -191,9 +191,7 @@ def motion_config(
     }
 
 # %% ../../nbs/applications/motion.ipynb #3a230f97
-@lru_cache(maxsize=8)
-def _imitation(seed: int) -> DiffusionPolicy:
-    return reach_policy(seed)
+_imitation = lru_cache(maxsize=8)(reach_policy)
 
 
 def open_parts(
