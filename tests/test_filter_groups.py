@@ -426,7 +426,7 @@ def test_interleaved_workers_and_rubbish():
     rubbish = ["Training:  10%|█   | 1/10 [00:01<00:09]", "loss=0.3"]
     frame, s = parse_filter_logs("\n".join(x for pair in zip(a, b) for x in (*pair, *rubbish)))
     got = {w: f["filtered"].tolist() for w, f in frame.groupby("worker")}
-    assert got == {"Worker pid=1": [600, 604, 609], "Worker pid=2": [620, 615, 605]}
+    assert got == {"Worker pid=1, ip=10.0.0.1": [600, 604, 609], "Worker pid=2": [620, 615, 605]}
     assert s["num_steps"] == 2 and s["issues"] == []
 
 

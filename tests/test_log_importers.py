@@ -9,6 +9,7 @@ import pytest
 
 from grpo_nb.lab import plots
 from grpo_nb.lab.diagnosis import diagnose
+from grpo_nb.lab.filter_logs import parse_filter_logs
 from grpo_nb.lab.log_importers import read_trl, read_verl
 from grpo_nb.lab.record import Run
 
@@ -140,3 +141,47 @@ def test_what_is_no_log_is_refused_and_a_log_is_not_written_to(tmp_path):
     with pytest.raises(ValueError, match="nothing is added"):
         Run.open(RECORDED / "verl" / "console.txt").event("note")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt"]
+
+
+def test_what_trl_printed_as_json_or_on_cut_lines_is_read(tmp_path):
+    "Neither has steps: every loss is one."
+    path, row = tmp_path / "trl.log", {"loss": 0.5, "kl": float("nan")}
+    path.write_text(f"{json.dumps(row)}\n{{'loss': 0.25,\n'rewards/accu\nracy': 1.0}}\n")
+    frame = read_trl(path)
+    assert frame["step"].tolist() == [1, 2] and frame["rewards/accuracy"][1] == 1.0
+    path.write_text(
+        json.dumps({"log_history": [{"loss": 0.5}, {"eval_loss": 1.0}, {"loss": 0.25}]})
+    )
+    assert read_trl(path)[["step", "loss"]].values.tolist() == [[1, 0.5], [2, 0.25]]
+
+
+def test_lines_that_a_console_cut_are_one_row_of_verl(tmp_path):
+    path = tmp_path / "verl.log"
+    path.write_text(
+        "step:1 - critic/score/mean:0.5 - actor/pg_lo\nss:-0.25 -\nactor/lr:1e-06\n- a/b:2\nepoch: 3\nstep:2 - a/b:3\n"
+    )
+    found = read_verl(path)[["reward", "policy_loss", "learning_rate", "a/b"]].values.tolist()
+    assert found[0] == [0.5, -0.25, 1e-06, 2.0] and found[1][3] == 3.0
+
+
+LINES = {
+    "upper case": "GENERATED BATCH 1, 1,024 PROMPTS\nFILTERED (STD=0): 1,000\nACCUMULATED: 24 / 1,024\n",
+    "cut": "Generated batch 1,\n1024 prompts\nFiltered (std=0): 1_000\nAccumulated: 24 /\n 1024\n",
+}
+
+
+@pytest.mark.parametrize("form", LINES)
+def test_filter_lines_of_other_forms_say_the_same(form):
+    frame, summary = parse_filter_logs(LINES[form])
+    found = frame[["prompts", "filtered", "kept", "accumulated", "target"]].values.tolist()
+    assert found == [[1024, 1000, 24, 24, 1024]] and not summary["issues"]
+
+
+def test_one_process_number_on_two_nodes_is_two_workers():
+    line = "(T pid=12{}) num_prompt_in_batch={} < prompt_bsz=16\n"
+    nodes = ["", ", ip=10.0.0.2"] * 2
+    text = "".join(map(line.format, nodes, (5, 7, 16, 18)))
+    text += "ray::T.run() (pid=12, ip=10.0.0.1, actor_id=1)\nnum_gen_batches=2 >= max_num_gen_batches=2\n"
+    frame, summary = parse_filter_logs(text)
+    assert frame["accumulated"].tolist() == [5, 16, 7, 18]
+    assert [(s["worker"], s["outcome"]) for s in summary["steps"]][0] == ("T pid=12", "cap")

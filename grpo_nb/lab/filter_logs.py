@@ -9,6 +9,7 @@ __all__ = ['parse_filter_logs', 'format_summary']
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ _PATTERNS = {  # what a line says: the text it is found in, with names for its n
 }
 _HINT = re.compile(  # a line that should have been understood
     r"(?i)generated batch|\b(?:filtered|kept|accumulated|dropped|discarded)\b[^.]{0,80}\d|num_prompt_in_batch|"
-    r"\bfiltering \d|zero[- ](?:variance|std)|\d[^.:]{0,80}\b(?:groups?|prompts?)\b[^.:]{0,80}\b(?:filtered|removed|dropped|skipped)|"
+    r"\bfiltering \d|zero[- ](?:variance|std)|\d[^.:]{0,80}\b(?:groups?|prompts?)\b[^.:]{0,80}\b(?:filtered|removed|dropped|skipped|discarded)|"
     r"(?<!max_)num_gen_batches|enough data|\b(?:skipp|dropp|remov|discard|filter)(?:ing|ed) (?:group|prompt)"
 )
 
@@ -43,8 +44,9 @@ def _match_line(line: str) -> list[tuple[str, dict]]:
     "What a line says, with the numbers in it."
 
     number = lambda v: int(v) if v.isdigit() else float(v)
-    line = re.sub(r"(?<=\d)[,_](?=\d{3}\b)", "", " ".join(line.split()))  # 1,024
-    found = [(m, fact) for fact, text in _PATTERNS.items() for m in re.finditer(text, line)]
+    line = re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", " ".join(line.split()))  # 1,024
+    each = ((fact, re.finditer(text, line, re.IGNORECASE)) for fact, text in _PATTERNS.items())
+    found = [(m, fact) for fact, matches in each for m in matches]
     found.sort(key=lambda x: x[0].start())
     there = lambda m: {k: number(v) for k, v in m.groupdict().items() if v is not None}
     return [(fact, there(match)) for match, fact in found]
@@ -204,11 +206,11 @@ def parse_filter_logs(
     readers: dict[str, _Reader] = {}
     lines = _plain_log(_log_text(source)).split("\n")
     unread, worker = [], ""
-    for line in lines:
+    for line in _unwrapped(lines):
         facts = _match_line(line)
         if not facts and _HINT.search(line):
             unread.append(line.strip()[:160])
-        worker = _worker_of(line, worker, bool(facts))
+        worker = _worker_of(line, worker, bool(facts), readers)
         for fact, numbers in facts:
             _take_in(readers.setdefault(worker, _Reader()), fact, numbers)
     rows, steps = [], []
@@ -222,16 +224,35 @@ def parse_filter_logs(
     return frame, _log_summary(rows, steps, len(lines), unread)
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #120d5368
-_WORKER = re.compile(r"\((\w+ pid=\d+)[^)]*\)|\[?\brank[ :=]?(\d+)\b\]?", re.IGNORECASE)
-_TRACEBACK = re.compile(r"ray::(\w+)\S* \((pid=\d+)")  # what the driver prints of a worker's error
+_PID = r"pid=\d+(?:, ip=[\d.]+)?"  # each node of a cluster has a process 12
+_WORKER = re.compile(rf"\((\w+ {_PID})[^)]*\)|\[?\brank[ :=]?(\d+)\b\]?", re.IGNORECASE)
+_TRACEBACK = re.compile(rf"ray::(\w+)\S* \(({_PID})")  # what the driver prints of a worker's error
 
 
-def _worker_of(line: str, before: str, told: bool) -> str:
+def _worker_of(line: str, before: str, told: bool, known: Iterable[str] = ()) -> str:
     "Whose line it is: the worker it names; without a name, that of the lines before (an error is printed by the driver)."
-    if found := _TRACEBACK.search(line):
-        return " ".join(found.groups())
+    if found := _TRACEBACK.search(line):  # it always has the node, other lines do not
+        whole = " ".join(found.groups())
+        return whole if whole in known else whole.partition(",")[0]
     found = _WORKER.search(line) if told else None
     return next(filter(None, found.groups())) if found else before
+
+# %% ../../nbs/lab/02_filter_logs.ipynb #77662837
+def _unwrapped(lines: Iterable[str]) -> Iterator[str]:
+    "Lines as they were before a console cut them."
+    says = lambda text: sum(1 + len(numbers) for _, numbers in _match_line(text))
+    whole, begun = "", _WORKER.match("")
+    for line in lines:
+        name = _WORKER.match(line)
+        rest = line[name.end() :] if name else line
+        both = [whole.rstrip() + gap + rest.lstrip() for gap in (" ", "")]
+        same = name is None or begun and name[0] == begun[0]
+        if same and _HINT.search(whole) and says(max(both, key=says)) > says(whole) + says(line):
+            whole = max(both, key=says)
+            continue
+        yield whole
+        whole, begun = line, name
+    yield whole
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #6f845a86
 def _log_text(source: str | Path) -> str:

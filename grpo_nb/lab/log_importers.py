@@ -11,7 +11,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +59,26 @@ def _trainer_state(path: Path) -> Path:
 
 # %% ../../nbs/lab/02_log_importers.ipynb #2d227a85
 def _printed_by_trl(text: str) -> list[dict]:
-    "Rows that a Hugging Face Trainer printed, numbered."
-    rows, step = [], 0
-    for found in re.findall(r"\{ ?'[^{}\n]*\}", text):
+    "Rows that a Hugging Face Trainer printed, also as JSON, or on lines that a console has cut."
+    rows = []
+    for found in re.findall(r"\{ ?['\"][^{}]*\}", text):
+        found = re.sub(r"(?<=: )-?(?:nan|inf|NaN|Infinity|null)\b", r"'\g<0>'", found)
         try:
-            told = ast.literal_eval(re.sub(r"(?<=: )-?(?:nan|inf)\b", r"'\g<0>'", found))
+            told = ast.literal_eval(found.replace("\n", ""))
             row = {k: _number_of(v) for k, v in told.items()}
         except (ValueError, SyntaxError, AttributeError):
             continue  # two lines in one
         if any(k == "loss" or k.startswith(("eval_", "train_")) for k in row):
-            step += "loss" in row
-            rows.append(row | {"step": step})
+            rows.append(row)
     return rows
+
+
+def _numbered(rows: Iterable[Mapping]) -> Iterator[dict]:
+    "Rows with their steps, which printed ones lack: each loss is one."
+    step = 0
+    for row in rows:
+        step = row.get("step", step + ("loss" in row))
+        yield row | {"step": step}
 
 # %% ../../nbs/lab/02_log_importers.ipynb #406b01aa
 def read_trl(
@@ -81,7 +89,8 @@ def read_trl(
     path = _trainer_state(Path(path)) if Path(path).is_dir() else Path(path)
     try:
         text = _read_log(path)
-        history = _printed_by_trl(text) or json.loads(text)["log_history"]
+        history = [] if '"log_history"' in text else _printed_by_trl(text)
+        history = _numbered(history or json.loads(text)["log_history"])
         rows = [{k: v for k, v in r.items() if not _TRL_TOTALS.fullmatch(k)} for r in history]
         rows = _import_rows([r for r in rows if r.keys() - {"step", "epoch"}], {})
     except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -123,9 +132,10 @@ _VERL_SUMS = {  # counter: the per-step amounts it adds up
 
 # %% ../../nbs/lab/02_log_importers.ipynb #b92d9ed2
 def _printed_by_verl(text: str) -> list[dict]:
-    "Rows that verl's console logger printed."
-    rows = []
-    for line in re.findall(r"(?<![\w/])step:\d+ - .*", text):
+    "Rows that verl's console logger printed, also where a console has cut them."
+    rows, more = [], r"(?:\n(?!.*step:\d)(?!.*: )(?=.*:-?[\d.n])(?:[\w/@.+:-]| ?- ?)+$)*"
+    for row in re.findall(rf"(?m)(?<![\w/])step:\d+ - .*{more}", text):
+        line = re.sub(r"(?<=-)\n|\n(?=-)", " ", row).replace("\n", "")
         pairs = (pair.rpartition(":") for pair in line.strip().split(" - "))
         rows.append({key: _number_of(value) for key, _, value in pairs})
     return rows
@@ -178,10 +188,11 @@ def _open_theirs(path: Path) -> Run | None:
     if not path.is_file():
         return None
     text = _read_log(path)
-    if '"log_history"' in text or _printed_by_trl(text):
-        return _TheirRun(path, read_trl)
     lines = path.suffix == ".jsonl" and re.match(r'.*"(step|training/global_step)"', text)
-    return _TheirRun(path, read_verl) if lines or _printed_by_verl(text) else None
+    if lines or _printed_by_verl(text):
+        return _TheirRun(path, read_verl)
+    theirs = '"log_history"' in text or _printed_by_trl(text)
+    return _TheirRun(path, read_trl) if theirs else None
 
 
 Run.readers.append(_open_theirs)
