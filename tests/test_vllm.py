@@ -21,6 +21,7 @@ from grpo_nb.trainer import GRPO
 from grpo_nb.update import RatioMismatch, UpdateConfig, update
 
 RECORDED = Path(__file__).parent / "recorded" / "vllm"
+DEV = "data:tasks/middle_dev.jsonl"
 TASKS = Taskset.load(data_path("tasks/middle_train.jsonl"))
 
 
@@ -404,21 +405,22 @@ def test_prompts_too_long_for_the_server_are_named_before_anything_is_sent(serve
 def recipe(url, folder, **more):
     engine = {"kind": "vllm", "url": url, "wait_s": 60}
     keys = {"policy.engine": engine, "policy.max_new_tokens": 10, "optimizer.lr": 1e-3}
-    keys |= {"optimizer.warmup": 2, "train_batch_size": 8, "num_generations": 8}
-    keys |= {"run.dir": folder, "run.progress": False, "eval.every": 0} | more
+    keys |= {"optimizer.warmup": 2, "train_batch_size": 4, "num_generations": 4}
+    keys |= {"run.dir": folder, "run.progress": False, "eval.every": 0, "tasks.train": DEV}
+    keys |= {"tasks.eval": "data:tasks/middle_eval.jsonl"} | more
     return GRPO.from_config(keys)
 
 
 def test_a_recipe_trains_with_the_server_and_records_what_trl_does(server, tmp_path):
     trainer = recipe(server.url.replace("//", "//me:open-sesame@"), str(tmp_path / "run"))
-    trainer.fit(6)
+    trainer.fit(3)
     for row in trainer.history:
         assert row["sampling/sampling_logp_difference/mean"] < 1e-5
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
         for k in ("min", "mean", "max"):
             assert abs(row[f"sampling/importance_sampling_ratio/{k}"] - 1) < 1e-3
-    assert trainer.policy.engine.version == trainer.policy_version == 6
-    assert trainer.counters.values["n_rollouts_generated"] == 6 * 64
+    assert trainer.policy.engine.version == trainer.policy_version == 3
+    assert trainer.counters.values["n_rollouts_generated"] == 3 * 16
     trainer.close()
     for path in (tmp_path / "run").rglob("*"):
         assert path.is_dir() or b"open-sesame" not in path.read_bytes(), path
@@ -427,8 +429,8 @@ def test_a_recipe_trains_with_the_server_and_records_what_trl_does(server, tmp_p
 
 
 def test_a_run_with_a_server_resumes_bit_for_bit(server, tmp_path):
-    make = lambda folder: recipe(server.url, folder, steps=4)
-    check_resume(make, 4, tmp_path, cuts=[1, 3])
+    make = lambda folder: recipe(server.url, folder, steps=3)
+    check_resume(make, 3, tmp_path, cuts=[1, 2])
 
 
 def test_a_server_lost_in_a_run_loses_nothing(server, tmp_path):
@@ -448,7 +450,7 @@ def test_a_server_lost_in_a_run_loses_nothing(server, tmp_path):
 def ahead(url, folder=None, staleness=1, patience=60, **more):
     engine = {"kind": "vllm", "url": url, "wait_s": patience, "max_staleness": staleness}
     keys = {"policy.engine": engine | {"tol": 1e-4}, "steps": 5, "optimizer.lr": 3e-4}
-    return recipe(url, folder, **keys | {"train_batch_size": 4, "num_generations": 4} | more)
+    return recipe(url, folder, **keys | more)
 
 
 class Rollouts:

@@ -63,7 +63,7 @@ class FakeVLLM:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.http.daemon_threads = True
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=[0.02], daemon=True).start()
         self.url = f"http://127.0.0.1:{self.http.server_port}"
 
     def __enter__(self):
@@ -125,15 +125,10 @@ class FakeVLLM:
         if body["model"] != "tiny":
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         ids = torch.tensor([body["prompt"]])
-        options = {k: body[k] for k in ("top_k", "top_p")} | {"stop": body["stop_token_ids"]}
-        greedy = body["temperature"] == 0
-        p = TokenPolicy(
-            self.policy.model,
-            self.policy.tokenizer,
-            max_new_tokens=body["max_tokens"],
-            temperature=body["temperature"] or 1.0,
-            **options,
-        )
+        p, greedy = copy.copy(self.policy), body["temperature"] == 0
+        p.max_new_tokens, p.temperature = body["max_tokens"], body["temperature"] or 1.0
+        p.top_k, p.top_p = body["top_k"], body["top_p"]
+        p.stop = sorted({*self.policy.stop, *body["stop_token_ids"]})
         where = ids, torch.tensor([ids.shape[1]]), torch.zeros(body["n"], dtype=torch.long)
         with torch.no_grad():
             token, mask, logp, _ = p._draw(*where, seeded(body["seed"]), greedy)
