@@ -22,14 +22,14 @@ from grpo_nb.lab.recipe import load_config
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 
-COMMON = ["run.progress=false", "num_generations=4", "train_batch_size=4", "steps=8", "threads=1",
-          "checkpoint.every=1", "checkpoint.seconds=0.01", "run.samples_every=1", "run.if_exists=resume"]  # fmt: skip
+COMMON = ["run.progress=false", "num_generations=4", "train_batch_size=4", "steps=5", "threads=1",
+          "checkpoint.every=1", "checkpoint.seconds=0.01", "run.samples_every=1", "run.if_exists=resume",
+          "tasks.train=data:tasks/middle_dev.jsonl", "tasks.eval=data:tasks/easy_eval.jsonl"]  # fmt: skip
 VARIANTS = {
-    "plain": ["update.loss.kl_coef=0.01", "optimizer.schedule=cosine"],
-    "epochs": ["update.num_epochs=3", "update.minibatch_size=8", "update.kl_stop.target=0.01", "advantage.mode=gdpo"],
-    "filter": ["steps=4", "filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson"],
-    "curriculum": ["steps=4", "tasks.selector=greso", "filter_groups.enable=true", "eval.every=2", "eval.limit=4", "eval.samples=2"],
-    "workers": ["rewards.run.workers=1", "steps=4"],
+    "epochs": ["update.loss.kl_coef=0.01", "optimizer.schedule=cosine", "update.num_epochs=3", "update.minibatch_size=8", "update.kl_stop.target=0.01", "advantage.mode=gdpo"],
+    "filter": ["steps=3", "num_generations=8", "filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson"],
+    "curriculum": ["steps=3", "num_generations=8", "tasks.selector=greso", "filter_groups.enable=true", "eval.every=2", "eval.limit=4", "eval.samples=2"],
+    "workers": ["rewards.run.workers=1", "steps=3"],
 }  # fmt: skip
 
 

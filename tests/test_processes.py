@@ -1,7 +1,7 @@
-"""Several processes train as one: the same numbers, the same decisions, one record; and what happens when one is gone."""
+"""Several processes train as one: the same numbers, the same decisions, one record; also with weights sharded by FSDP2."""
 
+import copy
 import functools
-import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +14,9 @@ from grpo_nb.advantages import ADVANTAGES
 from grpo_nb.core import Rollout, seeded
 from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.losses import AGGREGATIONS
+from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.processes import place
+from grpo_nb.tasks import data_path
 from grpo_nb.trainer import GRPO
 
 
@@ -148,14 +150,17 @@ def fails(completion, **_):
 SPOILT = ("old", "gradient", "reward")
 
 
-def run_jobs(rank, jobs, folder, size):
-    "Each job on every process; a result or an error, by rank."
+def run_jobs(rank, jobs, folder):
+    "Each job on both processes; a result or an error, by rank."
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    meet, wait = f"file://{folder}/meet", timedelta(seconds=60)  # who waits longer waits for nobody
-    dist.init_process_group("gloo", meet, world_size=size, rank=rank, timeout=wait)
-    assert place() == (rank, size)
+    meet, wait = (
+        f"file://{folder}/meet",
+        timedelta(seconds=300),
+    )  # who waits longer waits for nobody
+    dist.init_process_group("gloo", meet, world_size=2, rank=rank, timeout=wait)
+    assert place() == (rank, 2)
     found = {}
     for name, f in jobs.items():
         try:
@@ -167,18 +172,24 @@ def run_jobs(rank, jobs, folder, size):
     dist.destroy_process_group()
 
 
-def on_processes(jobs, size=2):
-    "{name: [what came of it on each process]}"
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(run_jobs, (jobs, folder, size), nprocs=size, start_method="spawn")
-        found = [torch.load(Path(folder, f"{r}.pt"), weights_only=False) for r in range(size)]
-    return {name: [x[name] for x in found] for name in jobs}
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("two_ranks")
 
 
 @pytest.fixture(scope="module")
-def two_ranks():
+def two_ranks(folder):
+    "{name: [what came of the job on each process]}: both are started once."
     jobs = {name: functools.partial(train, name) for name in CASES}
-    return on_processes(jobs | {name: functools.partial(spoilt, name) for name in SPOILT})
+    jobs |= {name: functools.partial(spoilt, name) for name in SPOILT}
+    jobs |= {name: functools.partial(refused, keys) for name, keys in REFUSED.items()}
+    jobs |= {"resume": functools.partial(resumes, str(folder / "resumed"))}
+    for name, options in SHARDED.items():
+        jobs[name] = functools.partial(train_tokens, str(folder / name), **options)
+    jobs |= {"resume shards": functools.partial(resume_shards, str(folder / "shards"))}
+    mp.start_processes(run_jobs, (jobs, str(folder)), nprocs=2, start_method="spawn")
+    found = [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(2)]
+    return {name: [x[name] for x in found] for name in jobs}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -232,6 +243,7 @@ def resumes(folder):
         keys |= {"filter_groups.max_staleness": 3, "checkpoint.every": 1}
         return make("resumed", **keys, **{"run.dir": where, "run.progress": False})
 
+    Path(folder).mkdir(exist_ok=True)
     parts = {"policy": Table, "tasks": lambda: TASKS, "eval_tasks": lambda: TASKS[:3]}
     where = check_resume(begin, 3, folder, rewards=lambda: {"total": total, "low": low}, **parts)
     return where.name, len(list(Path(folder).iterdir()))
@@ -247,13 +259,91 @@ def refused(keys, tasks=TASKS):
         return str(e)
 
 
-def test_a_run_on_two_processes_resumes_bit_for_bit_and_differences_are_refused(tmp_path):
-    jobs = {"resume": functools.partial(resumes, str(tmp_path))}
-    keys = {"batch": {"train_batch_size": 1}, "data": {"differ": True}, "fine": {}}
-    jobs |= {k: functools.partial(refused, v) for k, v in keys.items()}
-    found = on_processes(jobs)
-    assert found["resume"] == [("cut2", 3)] * 2  # one folder for each run: no second record
+REFUSED = {"batch": {"train_batch_size": 1}, "data": {"differ": True}, "fine": {}}
+
+
+def test_a_run_on_two_processes_resumes_bit_for_bit_and_differences_are_refused(two_ranks):
+    assert two_ranks["resume"] == [("cut2", 3)] * 2  # one folder for each run: no second record
     few = "train_batch_size=1 tasks are too few for 2 processes: give each at least one."
-    assert found["batch"] == [few] * 2 and found["data"][0] == found["data"][1]
-    assert found["data"][0].startswith("the data is ['list (5 tasks")
-    assert "no such model" in found["fine"][0]
+    assert two_ranks["batch"] == [few] * 2 and two_ranks["data"][0] == two_ranks["data"][1]
+    assert two_ranks["data"][0].startswith("the data is ['list (5 tasks")
+    assert "no such model" in two_ranks["fine"][0]
+
+
+# ------------------------------------------------------------------------------------------------------ shards
+
+
+TEXTS = [{"prompt": f"{k} plus {k + 3} is ", "index": k} for k in range(5)]
+KEYS = {"train_batch_size": 5, "num_generations": 3, "optimizer.warmup": 0, "steps": 2}
+KEYS |= {"update.num_epochs": 2, "update.loss.kl_coef": 0.1, "update.micro_tokens": 25}
+KEYS |= {"update.max_grad_norm": 0.05, "eval.samples": 2, "run.progress": False}
+SHARDED = {"whole": {"shard": False}, "sharded": {"shard": True}}
+SHARDED["again"] = {"shard": True, "gradient_checkpointing": True}
+
+
+def digits(completion, **_):
+    return sum(c.isdigit() for c in completion) / 10
+
+
+def token_policy(shard, **options):
+    return TokenPolicy.from_pretrained(
+        data_path("tiny-llama"), max_new_tokens=8, shard=shard, **options
+    )
+
+
+def make_tokens(shard, lr=1e-4, **options):
+    keys, policy = KEYS | {"optimizer.lr": lr}, token_policy(shard, **options)
+    return GRPO(policy, TEXTS, {"digits": digits}, keys, eval_tasks=TEXTS)
+
+
+def train_tokens(folder, **options):
+    "What two steps come to, and the files."
+    trainer = make_tokens(lr=1.0, **options)
+    trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 1.0)  # steps are gradients
+    trainer.fit()
+    rows = [x for r in trainer.history for x in (r["loss"], r["grad_norm"], r["reward"], r["kl"])]
+    weights, drawn = trainer.state_dict()["policy"], trainer.last.rollout.outputs
+    trainer.policy.save_pretrained(folder)
+    return rows, drawn, weights, trainer.evaluate().values, type(trainer.policy.parameters()[0])
+
+
+def numbers(row):
+    return row["loss"], row["grad_norm"], row["reward"]
+
+
+def resume_shards(folder):
+    "The third step of a run, and of one that goes on from the state after the second."
+    trainer, again = make_tokens(True), make_tokens(True)
+    trainer.fit()
+    trainer.save(folder)
+    state = copy.deepcopy(trainer.state_dict())
+    held = state["optimizer"]["state"].values()
+    moments = {type(x) for told in held for x in told.values()}
+    want = trainer.step()
+    again.load_state_dict(state)
+    assert len(held) == len(trainer.policy.parameters())
+    return numbers(want), numbers(again.step()), moments
+
+
+def test_sharded_weights_give_the_numbers_of_whole_ones(two_ranks, folder):
+    for name in SHARDED:
+        assert not any(isinstance(got, str) for got in two_ranks[name]), two_ranks[name]
+    (rows, drawn, weights, scores, kind), _ = two_ranks["whole"]
+    assert kind is torch.nn.Parameter
+    for name in ("sharded", "again"):
+        for own, same, cut, scored, kind in two_ranks[name]:
+            assert kind.__name__ == "DTensor" and same == drawn and scored == scores
+            assert own == pytest.approx(rows, rel=1e-4, abs=1e-6)
+            for k, x in weights.items():
+                torch.testing.assert_close(cut[k], x, rtol=0, atol=2e-6)  # of 5e-2 moved
+        loaded = TokenPolicy.from_pretrained(folder / name).state_dict()
+        assert loaded.keys() == weights.keys()
+        assert all(torch.equal(x, two_ranks[name][0][2][k]) for k, x in loaded.items())
+
+
+def test_a_sharded_run_goes_on_bit_for_bit_and_on_one_process(two_ranks, folder):
+    (want, got, moments), _ = two_ranks["resume shards"]
+    assert want == got and moments == {torch.Tensor}
+    parts = {"policy": token_policy(False), "tasks": TEXTS, "eval_tasks": TEXTS}
+    alone = GRPO.load(folder / "shards", rewards={"digits": digits}, **parts)
+    assert numbers(alone.step()) == pytest.approx(want, rel=1e-3, abs=1e-6)

@@ -36,7 +36,8 @@ from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO, Paused
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = ["run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "train_batch_size=4", "steps=5", "run.samples_every=1"]  # fmt: skip
+SMALL = ["run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "train_batch_size=4", "steps=5", "run.samples_every=1",
+         "tasks.train=data:tasks/middle_dev.jsonl", "tasks.eval=data:tasks/easy_eval.jsonl"]  # fmt: skip
 SETUPS = {
     "plain": ["update.loss.kl_coef=0.01", "optimizer.schedule=cosine"],
     "epochs": ["update.num_epochs=3", "update.minibatch_size=8", "update.kl_stop.target=0.001", "eval.every=2", "eval.limit=4", "eval.samples=2"],
@@ -69,7 +70,7 @@ def rows(trainer):
 @pytest.mark.parametrize("setup", SETUPS)
 def test_every_cut_ends_with_the_same_bytes(setup, tmp_path):
     build = lambda d: make(d, *SETUPS[setup])
-    check_resume(build, 4, tmp_path, rewards=lambda: {"thirds": thirds})
+    check_resume(build, 3, tmp_path, rewards=lambda: {"thirds": thirds})
 
 
 def test_resuming_twice_and_with_another_batch_size(tmp_path):
@@ -91,13 +92,13 @@ def test_resuming_twice_and_with_another_batch_size(tmp_path):
 
 
 def test_a_paused_collection_goes_on_in_memory_and_from_disk(tmp_path):
-    build = lambda d: make(d, *SETUPS["filter"], "train_batch_size=8")
-    whole = build(tmp_path / "whole").fit(3)
+    build = lambda d: make(d, *SETUPS["filter"])
+    whole = build(tmp_path / "whole").fit(2)
     part = build(tmp_path / "cut")
     part.open_run()
 
     pauses = 0
-    while part.step_done < 3:
+    while part.step_done < 2:
         part.stop = "SIGINT"
         try:
             part.step()
@@ -439,7 +440,7 @@ def test_the_log_of_a_run_holds_nothing_of_another(tmp_path):
     assert (tmp_path / "b/train.log").stat().st_size and not (tmp_path / "c/train.log").exists()
 
 
-VARIANTS = "plain epochs filter curriculum workers ranking diffusion".split()
+VARIANTS = "epochs filter curriculum workers ranking diffusion".split()
 KILLS = 10 if os.environ.get("GRPO_NB_FUZZ") else 3  # `make fuzz` draws more moments
 
 
@@ -617,7 +618,7 @@ def test_a_function_in_the_configuration_has_to_be_passed_again(tmp_path):
     options = ["filter_groups.enable=true"]
     config = load_config(None, [*SMALL, *options, f"run.dir={tmp_path / 'r'}"])
     config.filter_groups.metric = ["seq_reward", by_length]
-    data = Taskset.load(data_path("tasks/middle_train.jsonl"))
+    data = Taskset.load(data_path("tasks/middle_dev.jsonl"))
     parts = {"tasks": data, "rewards": {"thirds": thirds}}
     GRPO.from_config(config, **parts).fit(1).close()
     why = r"by_length \w+\): pass them again, .*{'filter_groups.metric.1': function}"
@@ -634,7 +635,7 @@ def test_a_function_in_the_configuration_has_to_be_passed_again(tmp_path):
 def test_a_function_of_a_part_that_is_passed_is_not_asked_for(tmp_path):
     config = load_config(None, [*SMALL, f"run.dir={tmp_path / 'r'}"])
     config.rewards.functions = {"own": {"extract": str.strip}}
-    data = Taskset.load(data_path("tasks/middle_train.jsonl"))
+    data = Taskset.load(data_path("tasks/middle_dev.jsonl"))
     GRPO.from_config(config, tasks=data, rewards={"thirds": thirds}).fit(1).close()
     GRPO.load(tmp_path / "r", tasks=data, rewards={"thirds": thirds}).close()
     with pytest.raises(ValueError, match="GRPO.load.path, rewards=..."):

@@ -407,7 +407,7 @@ def recipe(url, folder, **more):
     keys = {"policy.engine": engine, "policy.max_new_tokens": 10, "optimizer.lr": 1e-3}
     keys |= {"optimizer.warmup": 2, "train_batch_size": 4, "num_generations": 4}
     keys |= {"run.dir": folder, "run.progress": False, "eval.every": 0, "tasks.train": DEV}
-    keys |= {"tasks.eval": "data:tasks/middle_eval.jsonl"} | more
+    keys |= {"tasks.eval": "data:tasks/easy_eval.jsonl"} | more
     return GRPO.from_config(keys)
 
 
