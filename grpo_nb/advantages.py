@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['ADVANTAGES', 'GroupedRewards', 'grouped_rewards', 'grpo', 'dr_grpo', 'grpo_batch', 'rloo', 'loo_norm', 'gdpo',
            'mo_grpo', 'gdpo_verl', 'sa_mrpo', 'saw', 'dvao', 'gd2po', 'reinforce_pp_baseline', 'opo', 'gpg', 'passk',
-           'gate', 'spread_to_tokens', 'warn_cancelled_scales', 'Gate', 'AdvantageConfig', 'Advantages',
-           'weights_by_name', 'compute_advantages']
+           'gate', 'spread_to_tokens', 'Gate', 'AdvantageConfig', 'Advantages', 'weights_by_name', 'compute_advantages']
 
 # %% ../nbs/method/01_advantages.ipynb #d54dc8a0
 import inspect
@@ -251,7 +250,9 @@ def _warn_one_group(r: GroupedRewards) -> None:
 def _whiten(self: GroupedRewards, s_NK: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
     "(s - mean of the batch) / (std of the batch + eps), over responses; exactly 0 where a group is constant."
     mean, std = self._batch_mean_std(s_NK, ddof)
-    return torch.where(self._varies(s_NK), _divide(s_NK - mean, std, eps), 0.0)
+    own = group_stats(torch.where(self.ok_NK, s_NK, torch.nan), self.groups)
+    varies_PK = (own.spread > 0) | (own.count == 1) & (self.singleton == "raw")
+    return torch.where(self.groups.expand(varies_PK), _divide(s_NK - mean, std, eps), 0.0)
 
 
 @patch
@@ -261,13 +262,6 @@ def _batch_mean_std(self: GroupedRewards, s_NK: Tensor, ddof: int) -> tuple[Tens
     mean = torch.where(b.mean.abs() <= 1e-12 * b.max.maximum(-b.min), 0.0, b.mean)
     noise = 1e-12 * sum(map(abs, self.weights_R)) + 1e-13 * mean.abs()
     return mean, torch.where(b.std > noise, b.std, 0.0)
-
-
-@patch
-def _varies(self: GroupedRewards, s_NK: Tensor) -> Tensor:
-    "Whether the group of each value varies."
-    own = group_stats(torch.where(self.ok_NK, s_NK, torch.nan), self.groups)
-    return self.groups.expand((own.spread > 0) | (own.count == 1) & (self.singleton == "raw"))
 
 # %% ../nbs/method/01_advantages.ipynb #29ef814b
 @ADVANTAGES.register("gdpo_verl")
@@ -531,7 +525,7 @@ def _shares(r: GroupedRewards, a_NK: Tensor, names: Sequence[str]) -> dict:
 _SCALE_FREE = {"mo_grpo", "gdpo", "saw", "gd2po"}  # a positive factor on a reward changes nothing
 
 
-def warn_cancelled_scales(
+def _warn_cancelled_scales(
     mode: str,  # name of the estimator
     scales: Mapping[str, float],  # factors the user has set on rewards, by what they are called
     eps: float = 1e-4,  # of the estimator: factors near it do have an effect
@@ -672,7 +666,7 @@ def _scaled_and_gated(x_NRK: Tensor, names: list[str], c: AdvantageConfig) -> Te
     "Factors and gates on raw rewards, by name."
     opens = {g.on for g in c.gates}  # a scale moves such a reward across the threshold
     if not c.options.get("low"):
-        warn_cancelled_scales(c.mode, {k: v for k, v in c.scales.items() if k not in opens}, c.eps)
+        _warn_cancelled_scales(c.mode, {k: v for k, v in c.scales.items() if k not in opens}, c.eps)
     x_NRK = x_NRK * x_NRK.new_tensor([c.scales.get(k, 1.0) for k in names])[:, None]
     for g in c.gates:
         component, on = names.index(g.component), names.index(g.on)

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['RULES', 'varies', 'GroupDecision', 'keep_groups', 'UnknownFilterMetric', 'total_reward', 'resolve_metric',
-           'check_metrics', 'FilterGroupsConfig', 'decide', 'warn_of_shaping', 'p_dead', 'expected_gen_batches',
-           'recommend', 'adaptive_cap']
+           'FilterGroupsConfig', 'decide', 'p_dead', 'expected_gen_batches', 'recommend', 'adaptive_cap']
 
 # %% ../nbs/method/01_filter_groups.ipynb #d0010ae5
 import math
@@ -212,13 +211,13 @@ def resolve_metric(
         check_call(metric, "filter_groups.metric", ("rollout",))
         column, values = getattr(metric, "__name__", "?"), metric(rollout)
     else:
-        check_metrics([metric], names, info)
+        _check_metrics([metric], names, info)
         values = info[column]
     x = _metric_column(column, values, rollout.mask_NS)
     return torch.where(rollout.taken_N.to(x.device), x, torch.nan)
 
 
-def check_metrics(
+def _check_metrics(
     metrics: Sequence,  # names and functions
     reward_names: Sequence[str],
     info: Collection[str] = (),  # names of the further columns of a rollout
@@ -346,7 +345,7 @@ def decide(
     return keep_groups(values, groups, config.singles, config.min_spread, signal_P)
 
 # %% ../nbs/method/01_filter_groups.ipynb #73563c7c
-def warn_of_shaping(
+def _warn_of_shaping(
     rollout: Rollout,  # one step's samples, not filtered
     metrics: Sequence = (),  # names or functions that say what is right
     weights: Mapping[str, float] | None = None,  # of the components

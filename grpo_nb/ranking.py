@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DECAYS', 'discounts', 'log_decay', 'exp_inf', 'make_relevance_reward', 'SafetyOracle', 'make_safety_reward',
-           'make_safe_reward', 'check_layouts', 'ranking_metrics']
+           'make_safe_reward', 'ranking_metrics']
 
 # %% ../nbs/method/02_ranking.ipynb #6a06fb65
 import math
@@ -225,7 +225,7 @@ def make_safe_reward(
     return _rank_reward("safe", parser, ["relevant", "avoid"], values, missing, worst, penalties)
 
 # %% ../nbs/method/02_ranking.ipynb #a337e7a0
-def check_layouts(
+def _check_layouts(
     reward_functions: dict[str, Callable],  # by name; those without `layout` are not asked
     parser: ListParser | None,  # of the policy; None = its tokens have no ranks
 ):

@@ -165,9 +165,9 @@ class TasksetScheduler:
         self.shares = _make_shares(shares, self.ids, self.sizes, seed)
         self.operators = [_make_operator(o) for o in operators]
         self.adaptive = any(getattr(s, "adaptive", False) for s in self.selectors)
-        self.cursor, self.places = 0, sum(self.sizes)
+        self.cursor, self.num_tasks = 0, sum(self.sizes)
         # 0.29 * 100 is 28.999999999999996 in floating point, and means 29
-        epochs = None if total_epochs is None else int(total_epochs * self.places + 1e-6)
+        epochs = None if total_epochs is None else int(total_epochs * self.num_tasks + 1e-6)
         self.total_samples = epochs if total_steps is None else total_steps * batch_size
         self._warned = False
 
@@ -209,7 +209,7 @@ def _selectors_of(tasksets: Sequence, selectors: Any) -> list[BaseSelector]:
 @patch(as_prop=True)
 def epoch(self: TasksetScheduler) -> float:
     "Epochs served so far."
-    return self.cursor / self.places
+    return self.cursor / self.num_tasks
 
 
 @patch(as_prop=True)

@@ -426,19 +426,17 @@ class DifficultyBasedSelector(_EstimatorSelector):
         scores, tau = self.scores(), self.options.tau
         if tau == 0:
             return nearest(np.arange(self.num_tasks), -scores, batch_size)
-        if self.options.method == "parity":
-            return self._multinomial(scores / tau, batch_size)
-        return _gumbel_top_k(scores / tau, batch_size, self.generator("gumbel"))
+        if self.options.method == "auto":
+            return _gumbel_top_k(scores / tau, batch_size, self.generator("gumbel"))
+        logits = torch.from_numpy(scores / tau)
+        rng = torch.Generator().manual_seed(self.seed + self.current_index)
+        p = torch.softmax(logits - logits.max(), dim=0)
+        return torch.multinomial(p, batch_size, replacement=False, generator=rng).numpy()
 
     def info(self, indices):
         mean = self.estimator.mean(indices)
         scores = -np.abs(self.options.target_reward - mean)
         return {"mean": mean.tolist(), "scores": scores.tolist()}
-
-    def _multinomial(self, logits, batch_size):
-        rng = torch.Generator().manual_seed(self.seed + self.current_index)
-        p = torch.softmax(torch.from_numpy(logits - logits.max()), dim=0)
-        return torch.multinomial(p, batch_size, replacement=False, generator=rng).numpy()
 
 # %% ../nbs/method/02_selectors.ipynb #cc1367d1
 @patch

@@ -21,7 +21,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .advantages import AdvantageConfig, compute_advantages, spread_to_tokens
-from .advantages import warn_cancelled_scales, weights_by_name, _check_keys
+from .advantages import _warn_cancelled_scales, weights_by_name, _check_keys
 from .callbacks import EndOfTasks, Paused, check_callbacks, _method_at, _tells_errors
 from .collector import GroupCollector
 from .config import Count, Natural, NonNegative, Positive, check_number, config_tree
@@ -29,18 +29,18 @@ from .config import configuration, given_keys, override, _check_options
 from .core import Policy, Rollout, in_shares, sample_in_shares, seeded
 from .evaluate import EvalConfig, Scores, _parts
 from .evaluate import evaluate as evaluate_policy
-from .filter_groups import FilterGroupsConfig, check_metrics, warn_of_shaping
+from .filter_groups import FilterGroupsConfig, _check_metrics, _warn_of_shaping
 from .losses import kl_penalty
 from .metrics import Counters, History, completion_metrics, merge_rows, peak_memory_mb
 from .optimizer import OptimizerConfig, learning_rate, make_optimizer
 from .processes import _as_held, _copy_first, gather, join_processes, place, say, whole
-from .ranking import check_layouts
+from .ranking import _check_layouts
 from .reward_runner import RewardConfig, RewardRunner
 from .rewards import passing_rewards
 from .scheduler import make_stream
 from .stream import SMALL, StreamConfig, check_tasks, open_tasks
 from .tasks import Task, Taskset, overlap
-from .update import UpdateConfig, UpdateReport, rollout_logp, update
+from .update import UpdateConfig, UpdateReport, _rollout_logp, update
 
 # %% ../nbs/method/04_trainer.ipynb #ae43e5c6
 class GRPO:
@@ -131,7 +131,7 @@ def draw(
     if self.collector is None:
         named = self.config.filter_groups.metrics
         weights = dict(zip(rollout.reward_names, self.weights))
-        warn_of_shaping(rollout, named or self.passed, weights, always=bool(named))
+        _warn_of_shaping(rollout, named or self.passed, weights, always=bool(named))
     return rollout
 
 # %% ../nbs/method/04_trainer.ipynb #5f641c38
@@ -300,7 +300,7 @@ def _with_kl(self: GRPO, rollout: Rollout) -> tuple[Tensor, Sequence[str], Advan
         return rewards, rollout.reward_names, how
     if rewards.ndim == 3:
         raise ValueError("rewards.kl_in_reward needs one reward per sample, not one per rank.")
-    ref_NS = rollout_logp(self.reference, rollout, self.config.update.micro_tokens)
+    ref_NS = _rollout_logp(self.reference, rollout, self.config.update.micro_tokens)
     kl_N = kl_penalty(rollout.old_logp_NS, ref_NS, "k1", rollout.mask_NS).sum(1)
     kl_N = kl_N.where(rollout.taken_N, math.nan).to(rewards)
     how = dataclasses.replace(how, weights=[*self.weights, coef])
@@ -531,7 +531,7 @@ def _check_setup(self: GRPO):
     c = self.config
     functions = {s.name: s.function for s in self.rewards.specs}
     dataclasses.replace(c.update)  # its sections still fit together, whoever set them
-    check_layouts(functions, getattr(self.policy, "parser", None))
+    _check_layouts(functions, getattr(self.policy, "parser", None))
     sets = getattr(self.stream, "tasksets", [getattr(self.stream, "tasks", ())])
     held_out = {} if self.eval_tasks is None else _parts(self.eval_tasks, 1)
     for some in ([t[0] for t in sets if len(t)], [t for part in held_out.values() for t in part]):
@@ -540,10 +540,10 @@ def _check_setup(self: GRPO):
     _ = self.passed  # names that are no rewards
     _check_keys(c.advantage, self.rewards.components)
     if (columns := getattr(self.policy, "info_columns", None)) is not None:
-        check_metrics(c.filter_groups.metrics, self.rewards.components, columns)
+        _check_metrics(c.filter_groups.metrics, self.rewards.components, columns)
     compared = {gate.on for gate in c.advantage.gates}  # with a threshold: there a scale counts
     for f in (f for k, f in functions.items() if k not in compared):
-        warn_cancelled_scales(c.advantage.mode, getattr(f, "cancelling_scales", {}))
+        _warn_cancelled_scales(c.advantage.mode, getattr(f, "cancelling_scales", {}))
     ends, falls = getattr(self.stream, "max_steps", None), c.optimizer.schedule
     if ends and ends < c.steps and falls != "constant":
         warnings.warn(
