@@ -308,7 +308,8 @@ def _check_causal(self: Network):
         if not off > 0.1:  # or NaN, which is found later
             return
     except (AttributeError, IndexError, TypeError, ValueError) as e:
-        why = " ".join(str(e).split())
+        no_cache = "it keeps no cache of what it has read (is_decoder=False?)"
+        why = no_cache if isinstance(e, AttributeError) else " ".join(str(e).split())
     self.found.clear()  # asked again, it says so again
     raise ValueError(f"{type(self.model).__name__} is no causal language model to train: {why}.")
 

@@ -345,6 +345,12 @@ def _unwrap_peft(model: nn.Module) -> nn.Module:
                 f"A policy is a model's name or folder, a causal LM of transformers, (model, tokenizer), or an object with sample "
                 f"and logp; got {type(model).__name__}. TokenPolicy.from_pretrained takes names."
             )
+        held = {str(p.device) for p in model.parameters()}
+        if len(held) > 1 or "meta" in held:
+            raise ValueError(
+                f"The weights of this {type(model).__name__} are on {', '.join(sorted(held))}: a policy needs all of them on one "
+                "device, so load it without device_map."
+            )
         return model
     inner = model.get_base_model()
     if model.active_peft_config.is_prompt_learning or not _has_adapters(inner):

@@ -10,6 +10,7 @@ import copy as copy_module
 import importlib
 import contextlib
 import os
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,21 +23,12 @@ from torch import Tensor, nn
 
 from ..config import check_number, _check_options, one_of
 from ..core import Groups, Rollout, check_finite, pad_to, seeded
-from grpo_nb.policies.decoding import (
-    FLOOR,
-    Network,
-    draw,
-    head_logp,
-    _left_padded,
-    _rows_of,
-    _take,
-    shape_logits,
-)
+from .decoding import FLOOR, Network, draw, head_logp, shape_logits
+from .decoding import _left_padded, _rows_of, _take
 from .loading import add_lora, load_model, merge_lora, _upload, _asked_autocast
 from .loading import _has_adapters, _load_tokenizer, _mend_generation_config
-from .loading import _check_flags, _stop_tokens, _unwrap_peft
-from .loading import _warn_of_unseen, _with_vocabulary
-from .loading import _write_adapter
+from .loading import _check_flags, _stop_tokens, _unwrap_peft, _warn_of_unseen
+from .loading import _with_vocabulary, _write_adapter
 from ..files import writable
 from ..processes import place, whole
 from ..tasks import Task, check_prompt
@@ -135,7 +127,7 @@ def _stop_ids(stop: int | str | list | None, model, tokenizer) -> list[int]:
     "Token ids of stops that are ids or texts."
     found, ids_of_model = [], range(model.config.get_text_config().vocab_size)
     stop = stop.tolist() if hasattr(stop, "tolist") else stop
-    given = [] if stop is None else [stop] if isinstance(stop, (str, int)) else stop
+    given = [] if stop is None else [stop] if isinstance(stop, (str, int, Mapping)) else stop
     for x in given if isinstance(given, Iterable) else [given]:
         ids = tokenizer(x, add_special_tokens=False).input_ids if isinstance(x, str) else [x]
         if len(ids) != 1 or isinstance(ids[0], bool) or ids[0] not in ids_of_model:
@@ -343,56 +335,6 @@ def _score(self: TokenPolicy, r: Rollout, entropy: bool) -> tuple[Tensor, ...]:
     run = self.model.scored if self.sharded and torch.is_grad_enabled() else self._scored
     return run(r, entropy)
 
-# %% ../../nbs/method/03_policies.tokens.ipynb #f9041b3c
-@patch
-def encode(
-    self: TokenPolicy,
-    prompt: str | list[dict],  # text, or chat messages {"role", "content"}
-) -> list[int]:
-    "Token ids of one prompt, through the chat template where it applies; a ValueError says what does not fit."
-    return self.encode_all([prompt])[0]
-
-# %% ../../nbs/method/03_policies.tokens.ipynb #b517cc16
-@patch
-def encode_all(
-    self: TokenPolicy,
-    prompts: list,  # texts or chats
-) -> list[list[int]]:
-    "Token ids of many prompts, see `encode`."
-    plain = [isinstance(p, str) and not self.chat for p in prompts]
-    if self.system_prompt and any(plain):
-        raise ValueError("system_prompt needs a chat template, and this prompt is plain text.")
-    texts = [p if x else self._templated(p) for p, x in zip(prompts, plain)]
-    bare, full = (
-        self.tokenizer(texts, add_special_tokens=x, verbose=False).input_ids for x in (False, True)
-    )
-    found = [_begun(*both) if x else both[0] for *both, x in zip(bare, full, plain)]
-    for prompt, ids in zip(prompts, found):
-        self._check_ids(prompt, ids)
-    self._seen |= _warn_of_unseen(self.tokenizer, texts, self._seen)
-    return found
-
-# %% ../../nbs/method/03_policies.tokens.ipynb #3fbca113
-@patch
-def _check_ids(self: TokenPolicy, prompt, ids: list[int]):
-    if not ids:
-        raise ValueError(f"The prompt {prompt!r} has no tokens; a causal model needs at least one.")
-    bos = getattr(self.tokenizer, "bos_token_id", None)
-    if bos is not None and ids[:2] == [bos, bos]:
-        raise ValueError(f"The prompt {prompt!r} begins with two {self.tokenizer.bos_token}.")
-    if max(ids) >= (size := len(self.model.get_input_embeddings().weight)):
-        raise ValueError(
-            f"The prompt {prompt!r:.40} has token {max(ids)}, the model has {size}: is the tokenizer another model's?"
-        )
-    limits = {"the model's": getattr(self.model.config, "max_position_embeddings", None)}
-    limits["the server's"] = getattr(self.engine, "limit", None)
-    for whose, limit in limits.items():
-        if limit and len(ids) + self.max_new_tokens > limit:
-            raise ValueError(
-                f"{len(ids)} prompt tokens + {self.max_new_tokens} new tokens exceed {whose} {limit} positions. Shorten the "
-                "prompt or lower max_new_tokens."
-            )
-
 # %% ../../nbs/method/03_policies.tokens.ipynb #ef0e43d8
 def _begun(bare: list[int], full: list[int]) -> list[int]:
     "A text's tokens after what the tokenizer puts before them."
@@ -450,6 +392,58 @@ def _rendered(self: TokenPolicy, messages: list[dict], **end) -> str:
         about = str(e).split("\n")[0].rstrip(".")
         raise ValueError(f"The chat template does not take {messages!r}: {about}.") from e
 
+# %% ../../nbs/method/03_policies.tokens.ipynb #aedbaa65
+@patch
+def encode_all(
+    self: TokenPolicy,
+    prompts: list,  # texts or chats
+) -> list[list[int]]:
+    "Token ids of many prompts, see `encode`."
+    plain = [isinstance(p, str) and not self.chat for p in prompts]
+    if self.system_prompt and any(plain):
+        raise ValueError("system_prompt needs a chat template, and this prompt is plain text.")
+    texts = [p if x else self._templated(p) for p, x in zip(prompts, plain)]
+    if odd := [x for x in texts if re.search("[\ud800-\udfff]", x)]:
+        raise ValueError(f"Half a character (a lone surrogate) in the prompt {odd[0]!r:.60}.")
+    bare, full = (
+        self.tokenizer(texts, add_special_tokens=x, verbose=False).input_ids for x in (False, True)
+    )
+    found = [_begun(*both) if x else both[0] for *both, x in zip(bare, full, plain)]
+    for prompt, ids in zip(prompts, found):
+        self._check_ids(prompt, ids)
+    self._seen |= _warn_of_unseen(self.tokenizer, texts, self._seen)
+    return found
+
+
+@patch
+def encode(
+    self: TokenPolicy,
+    prompt: str | list[dict],  # text, or chat messages {"role", "content"}
+) -> list[int]:
+    "Token ids of one prompt, through the chat template where it applies; a ValueError says what does not fit."
+    return self.encode_all([prompt])[0]
+
+
+@patch
+def _check_ids(self: TokenPolicy, prompt, ids: list[int]):
+    if not ids:
+        raise ValueError(f"The prompt {prompt!r} has no tokens; a causal model needs at least one.")
+    bos = getattr(self.tokenizer, "bos_token_id", None)
+    if bos is not None and ids[:2] == [bos, bos]:
+        raise ValueError(f"The prompt {prompt!r} begins with two {self.tokenizer.bos_token}.")
+    if max(ids) >= (size := len(self.model.get_input_embeddings().weight)):
+        raise ValueError(
+            f"The prompt {prompt!r:.40} has token {max(ids)}, the model has {size}: is the tokenizer another model's?"
+        )
+    limits = {"the model's": getattr(self.model.config, "max_position_embeddings", None)}
+    limits["the server's"] = getattr(self.engine, "limit", None)
+    for whose, limit in limits.items():
+        if limit and len(ids) + self.max_new_tokens > limit:
+            raise ValueError(
+                f"{len(ids)} prompt tokens + {self.max_new_tokens} new tokens exceed {whose} {limit} positions. Shorten the "
+                "prompt or lower max_new_tokens."
+            )
+
 # %% ../../nbs/method/03_policies.tokens.ipynb #1d30bc26
 @patch
 def decode(
@@ -457,9 +451,11 @@ def decode(
     ids_NS: Tensor,  # (N, S) completion tokens
     mask_NS: Tensor,  # (N, S) which of them count
 ) -> list[str]:
-    "Text of each completion, without padding and without the stop token."
-    keep_NS = mask_NS & ~torch.isin(ids_NS, torch.tensor(self.stop, dtype=ids_NS.dtype))
-    rows = [[i for i, k in zip(*row) if k] for row in zip(ids_NS.tolist(), keep_NS.tolist())]
+    "Text of each completion, without the tokens that stop, begin or pad: a reward that counts letters would teach them."
+    t = self.tokenizer
+    drop = {*self.stop, t.bos_token_id, t.eos_token_id, t.pad_token_id}
+    pairs = zip(ids_NS.tolist(), mask_NS.tolist())
+    rows = [[i for i, taken in zip(*pair) if taken and i not in drop] for pair in pairs]
     return self.tokenizer.batch_decode(rows, skip_special_tokens=False)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #42cc4880
@@ -651,51 +647,6 @@ def _refuse_other_mind(diff: Tensor, tol: float):
         "(then raise engine.tol knowingly)."
     )
 
-# %% ../../nbs/method/03_policies.tokens.ipynb #a5faca4c
-@patch
-def logp(
-    self: TokenPolicy,
-    rollout: Rollout,  # samples of a TokenPolicy
-) -> Tensor:  # (N, S) float32, differentiable, 0 outside the mask
-    "Log-probability of every completion token under the present weights."
-    return self._score(rollout, entropy=False)[0]
-
-
-@patch
-def logp_entropy(
-    self: TokenPolicy,
-    rollout: Rollout,  # samples of a TokenPolicy
-) -> tuple[Tensor, Tensor]:  # (N, S) each, float32, differentiable, 0 outside the mask
-    "Log-probability of every completion token, and entropy (nats) of the distribution that it was drawn from."
-    return self._score(rollout, entropy=True)
-
-# %% ../../nbs/method/03_policies.tokens.ipynb #e9dbc4a0
-@patch
-def _scored(self: TokenPolicy, r: Rollout, entropy: bool) -> tuple[Tensor, ...]:
-    "Log-probs, and entropies if asked, from one pass."
-    self.model.eval()
-    plain = torch.is_grad_enabled() and (self.gradient_checkpointing or self.sharded)
-    for layer in self.model.modules() if plain and self.gradient_checkpointing else ():
-        if hasattr(layer, "_gradient_checkpointing_func"):
-            layer.training = True  # this flag alone: what is inside has no dropout
-    width = int(r.lengths_N.max())
-    ids_NS = r.states["completion_ids"][:, :width].to(self.device)
-    mask_NS = r.mask_NS[:, :width].to(self.device)
-    groups = Groups.of(r.group_N)
-    first_P, order = groups.min(torch.arange(len(r))).long().sort()  # prompts as samples stand
-    index_N = torch.argsort(order)[groups.index_N]
-    several = len(first_P) < len(r)
-    prompts = r.states["prompt_ids"]
-    if several and not torch.equal(prompts[first_P][index_N], prompts):
-        raise ValueError("A group holds different prompts: one group is one draw of one task.")
-    share = self.share_prefix and several and self.network._shares_cache and not plain
-    hidden = self._hidden_shared if share else self._hidden_dense
-    hidden_T = hidden(r, first_P, index_N.to(self.device), ids_NS, mask_NS)
-    scores = self._token_scores(hidden_T, ids_NS[mask_NS], entropy)
-    zeros = torch.zeros(mask_NS.shape, dtype=torch.float32, device=self.device)
-    out = [zeros.masked_scatter(mask_NS, v.to(zeros.dtype)) for v in scores]
-    return tuple(F.pad(v, (0, r.mask_NS.shape[1] - width)) for v in out)
-
 # %% ../../nbs/method/03_policies.tokens.ipynb #8c817b00
 @patch
 def _token_scores(self: TokenPolicy, hidden: Tensor, target: Tensor, entropy: bool) -> tuple:
@@ -777,6 +728,51 @@ def _hidden_dense(self: TokenPolicy, r, first_P, index_N, ids_NS, mask_NS) -> Te
     place = length_N[:, None] - 1 + torch.arange(ids_NS.shape[1], device=dev)
     rows = torch.arange(len(r), device=dev)[:, None]
     return hidden[rows, place.clamp(max=width - 1)][mask_NS]
+
+# %% ../../nbs/method/03_policies.tokens.ipynb #c4cbb480
+@patch
+def logp(
+    self: TokenPolicy,
+    rollout: Rollout,  # samples of a TokenPolicy
+) -> Tensor:  # (N, S) float32, differentiable, 0 outside the mask
+    "Log-probability of every completion token under the present weights."
+    return self._score(rollout, entropy=False)[0]
+
+
+@patch
+def logp_entropy(
+    self: TokenPolicy,
+    rollout: Rollout,  # samples of a TokenPolicy
+) -> tuple[Tensor, Tensor]:  # (N, S) each, float32, differentiable, 0 outside the mask
+    "Log-probability of every completion token, and entropy (nats) of the distribution that it was drawn from."
+    return self._score(rollout, entropy=True)
+
+
+@patch
+def _scored(self: TokenPolicy, r: Rollout, entropy: bool) -> tuple[Tensor, ...]:
+    "Log-probs, and entropies if asked, from one pass."
+    self.model.eval()
+    plain = torch.is_grad_enabled() and (self.gradient_checkpointing or self.sharded)
+    for layer in self.model.modules() if plain and self.gradient_checkpointing else ():
+        if hasattr(layer, "_gradient_checkpointing_func"):
+            layer.training = True  # this flag alone: what is inside has no dropout
+    width = int(r.lengths_N.max())
+    ids_NS = r.states["completion_ids"][:, :width].to(self.device)
+    mask_NS = r.mask_NS[:, :width].to(self.device)
+    groups = Groups.of(r.group_N)
+    first_P, order = groups.min(torch.arange(len(r))).long().sort()  # prompts as samples stand
+    index_N = torch.argsort(order)[groups.index_N]
+    several = len(first_P) < len(r)
+    prompts = r.states["prompt_ids"]
+    if several and not torch.equal(prompts[first_P][index_N], prompts):
+        raise ValueError("A group holds different prompts: one group is one draw of one task.")
+    share = self.share_prefix and several and self.network._shares_cache and not plain
+    hidden = self._hidden_shared if share else self._hidden_dense
+    hidden_T = hidden(r, first_P, index_N.to(self.device), ids_NS, mask_NS)
+    scores = self._token_scores(hidden_T, ids_NS[mask_NS], entropy)
+    zeros = torch.zeros(mask_NS.shape, dtype=torch.float32, device=self.device)
+    out = [zeros.masked_scatter(mask_NS, v.to(zeros.dtype)) for v in scores]
+    return tuple(F.pad(v, (0, r.mask_NS.shape[1] - width)) for v in out)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #ceef93a8
 def as_policy(
