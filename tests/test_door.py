@@ -1,8 +1,8 @@
 "What goes in at the door of a training: what is given is used, refused or told, and what ran is what the record says."
 
 import contextlib
-import functools
 import copy
+import functools
 import json
 import re
 import warnings
