@@ -376,15 +376,17 @@ def _same_math(gold: Any, guess: Any, limit: int) -> bool:
 
 # %% ../nbs/method/02_verifiers.ipynb #99b944b9
 def _assigned(x: Any) -> Any:
-    "The values in `x = 5` and in `x = 5, x = 6`; other equations as they are."
+    "The values in `x = 5`, `5 = x` and `x = 5, x = 6`; other equations as they are."
     from sympy import Eq, FiniteSet
     from sympy.core.function import AppliedUndef
 
     eqs = x.args if isinstance(x, FiniteSet) else [x]
+    turned = lambda e: isinstance(e, Eq) and e.lhs.is_number and e.rhs.is_Symbol
+    eqs = [e.reversed if turned(e) else e for e in eqs]
     name = lambda e: isinstance(e, Eq) and (e.lhs.is_Symbol or isinstance(e.lhs, AppliedUndef))
     if not all(map(name, eqs)) or len({e.lhs for e in eqs}) > 1:
         return x
-    return FiniteSet(*(e.rhs for e in eqs)) if isinstance(x, FiniteSet) else x.rhs
+    return FiniteSet(*(e.rhs for e in eqs)) if isinstance(x, FiniteSet) else eqs[0].rhs
 
 
 def _capitals_apart(*texts: str) -> list[str]:
