@@ -122,6 +122,15 @@ def _client(self: VLLM):
     # certificates take 30 ms to read
     return httpx.AsyncClient(base_url=c.url, verify=c.url.startswith("https"), **options)
 
+# %% ../../nbs/integrations/05_vllm.ipynb #fcdeb0be
+def _said(r) -> str:
+    "The message of an answer that is an error."
+    try:
+        error = r.json()["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return r.text.strip().split("\n")[0][:200] or r.reason_phrase
+
 # %% ../../nbs/integrations/05_vllm.ipynb #78b7da54
 @patch
 async def _answer(
@@ -171,15 +180,6 @@ async def _answer(
         pause = min(2 * pause, 5.0)
 
 # %% ../../nbs/integrations/05_vllm.ipynb #d9b3809c
-def _said(r) -> str:
-    "The message of an answer that is an error."
-    try:
-        error = r.json()["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return r.text.strip().split("\n")[0][:200] or r.reason_phrase
-
-
 @patch
 def _ask(self: VLLM, path: str, body: dict | None = None, **how) -> Any:
     "One answer."
@@ -317,34 +317,23 @@ def _write_weights(policy, folder: Path):
     if tied:
         save_file(tied, folder / "tied.safetensors")
 
-# %% ../../nbs/integrations/05_vllm.ipynb #96227c06
-@patch
-def sample(
-    self: VLLM,
-    policy,  # a TokenPolicy
-    prompts: list[list[int]],  # P prompts, token ids
-    num_generations: int,  # G
-    seeds: list[int],  # P
-    greedy: bool = False,  # take the likeliest token
-) -> list[tuple[list[int], list[float]]]:  # P * G completions with their log-probs
-    "Completions drawn with the policy's present weights, or read ahead with those of one update before; all of them or an error."
-    asked = (prompts, num_generations, seeds, greedy)
-    if self.ahead is not None:
-        futures.wait([self.ahead.drawn])  # new weights only reach a server that draws nothing
-        if self.ahead.asked == asked:
-            found, self.ahead = self.ahead, None
-            if (drawn := found.drawn.result()) is not None:
-                self.staleness = int(found.label != weights_label(policy))
-                return drawn
-    self.staleness = 0
-    for _ in range(3):
-        label = self.give_weights(policy)
-        drawn = self._draw(policy, prompts, num_generations, seeds, greedy)
-        if self._weights_there() == label:
-            return drawn
-    raise ServerLost(
-        "The vLLM server lost the weights three times while it sampled: it restarts, or another run gives it weights. One server per run."
-    )
+# %% ../../nbs/integrations/05_vllm.ipynb #4b00dd3b
+def _lacking(found: Any, body: dict) -> str:
+    "What an answer lacks of the choices that were asked for; empty if nothing."
+    choices = found.get("choices", ())
+    if sorted(c.get("index", -1) for c in choices) != list(range(body["n"])):
+        return f"gave {len(choices)} choices of {body['n']}"
+    for c in choices:
+        ids, logps = c.get("token_ids"), (c.get("logprobs") or {}).get("token_logprobs")
+        if not ids or c.get("finish_reason") not in ("stop", "length"):
+            return f"gave a choice without tokens, or broken off ({c.get('finish_reason')})"
+        if len(logps or ()) != len(ids) or not all(
+            isinstance(x, float) and math.isfinite(x) for x in logps
+        ):
+            return f"gave {len(logps or ())} log-probs for {len(ids)} tokens"
+        if ids[-1] not in body["stop_token_ids"] and len(ids) != body["max_tokens"]:
+            return f"ended a choice after {len(ids)} tokens without a stop token"
+    return ""
 
 # %% ../../nbs/integrations/05_vllm.ipynb #91389dae
 @patch
@@ -381,23 +370,34 @@ async def _drawn(self: VLLM, policy, prompts, num_generations, seeds, greedy, mo
 _FIXED = {"logprobs": 0, "return_token_ids": True, "ignore_eos": True, "min_p": 0.0}
 _FIXED |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
-# %% ../../nbs/integrations/05_vllm.ipynb #4b00dd3b
-def _lacking(found: Any, body: dict) -> str:
-    "What an answer lacks of the choices that were asked for; empty if nothing."
-    choices = found.get("choices", ())
-    if sorted(c.get("index", -1) for c in choices) != list(range(body["n"])):
-        return f"gave {len(choices)} choices of {body['n']}"
-    for c in choices:
-        ids, logps = c.get("token_ids"), (c.get("logprobs") or {}).get("token_logprobs")
-        if not ids or c.get("finish_reason") not in ("stop", "length"):
-            return f"gave a choice without tokens, or broken off ({c.get('finish_reason')})"
-        if len(logps or ()) != len(ids) or not all(
-            isinstance(x, float) and math.isfinite(x) for x in logps
-        ):
-            return f"gave {len(logps or ())} log-probs for {len(ids)} tokens"
-        if ids[-1] not in body["stop_token_ids"] and len(ids) != body["max_tokens"]:
-            return f"ended a choice after {len(ids)} tokens without a stop token"
-    return ""
+# %% ../../nbs/integrations/05_vllm.ipynb #96227c06
+@patch
+def sample(
+    self: VLLM,
+    policy,  # a TokenPolicy
+    prompts: list[list[int]],  # P prompts, token ids
+    num_generations: int,  # G
+    seeds: list[int],  # P
+    greedy: bool = False,  # take the likeliest token
+) -> list[tuple[list[int], list[float]]]:  # P * G completions with their log-probs
+    "Completions drawn with the policy's present weights, or read ahead with those of one update before; all of them or an error."
+    asked = (prompts, num_generations, seeds, greedy)
+    if self.ahead is not None:
+        futures.wait([self.ahead.drawn])  # new weights only reach a server that draws nothing
+        if self.ahead.asked == asked:
+            found, self.ahead = self.ahead, None
+            if (drawn := found.drawn.result()) is not None:
+                self.staleness = int(found.label != weights_label(policy))
+                return drawn
+    self.staleness = 0
+    for _ in range(3):
+        label = self.give_weights(policy)
+        drawn = self._draw(policy, prompts, num_generations, seeds, greedy)
+        if self._weights_there() == label:
+            return drawn
+    raise ServerLost(
+        "The vLLM server lost the weights three times while it sampled: it restarts, or another run gives it weights. One server per run."
+    )
 
 # %% ../../nbs/integrations/05_vllm.ipynb #76b29caa
 class _Ahead(NamedTuple):
