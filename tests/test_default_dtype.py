@@ -17,7 +17,7 @@ from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 from grpo_nb.update import UpdateConfig, update
 
-TASKS = Taskset.load(data_path("tasks/middle_train.jsonl"))
+TASKS = Taskset.load(data_path("tasks/middle_dev.jsonl"))
 KEYS = {"difficulty_based": ["negative", "negative"], "offline_easy2hard": ["digits"]}
 
 
@@ -58,7 +58,7 @@ def test_every_choice_trains_beside_others(i):
     rewards = {"long": lambda completion: len(completion) % 3 / 2, "b": lambda completion: 1.0}
     trainer = GRPO(policy, TASKS, rewards, config, TASKS[:4]).fit()
     assert all(math.isfinite(row["loss"]) for row in trainer.history)
-    trainer.evaluate(k=(1, 2))
+    trainer.evaluate(TASKS[:2], k=(1, 2))
 
 
 @pytest.mark.parametrize("sampler", sorted(SAMPLERS))

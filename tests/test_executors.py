@@ -13,16 +13,21 @@ from grpo_nb.lab.compare import compare
 
 BASE = {"policy": {"max_new_tokens": 6}, "train_batch_size": 4, "num_generations": 4}
 BASE |= {"eval": {"limit": 8}}
+BASE |= {"tasks": {"train": "data:tasks/middle_dev.jsonl", "eval": "data:tasks/easy_eval.jsonl"}}
 
 
-def study(folder, **kwargs):
-    variants = {"slow": {}, "fast": {"optimizer.lr": 1e-3}}
+RATES = {"slow": 1e-5, "fast": 1e-3}
+
+
+def study(folder, variants=("slow", "fast"), **kwargs):
+    variants = {name: {"optimizer.lr": RATES[name]} for name in variants}
     return compare(variants, BASE, seeds=[1], budget=Samples(32), dir=folder, **kwargs)
 
 
 def numbers(study):
     untimed = lambda curve: {k: v for k, v in curve.items() if not is_timing(k)}
-    return json.dumps([untimed(run["curve"]) for run in study.runs], sort_keys=True)  # NaN is NaN
+    curves = [untimed(run["curve"]) for run in study.runs]
+    return [json.dumps(curve, sort_keys=True) for curve in curves]  # NaN is NaN
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,7 @@ def test_jobs_of_submitit_give_the_numbers_of_this_process(here, tmp_path):
     submitit = pytest.importorskip("submitit")
     executor = submitit.AutoExecutor(folder=tmp_path / "logs", cluster="local")
     executor.update_parameters(timeout_min=5)
-    assert numbers(study(tmp_path / "study", executor=executor)) == here
+    assert numbers(study(tmp_path / "study", ["fast"], executor=executor)) == here[1:]
 
 
 class Lossy:
@@ -91,6 +96,7 @@ class Lossy:
 
 def test_a_lost_run_is_tried_three_times(here, tmp_path):
     executor = Lossy(2)
-    assert numbers(study(tmp_path / "a", executor=executor)) == here and executor.submitted == 4
+    assert numbers(study(tmp_path / "a", ["slow"], executor=executor)) == here[:1]
+    assert executor.submitted == 3
     with pytest.raises(ConnectionError, match="the node is gone"):
         study(tmp_path / "b", executor=Lossy(99))

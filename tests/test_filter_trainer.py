@@ -19,7 +19,7 @@ from grpo_nb.trainer import GRPO
 from grpo_nb.verifiers import exact_answer
 
 RIGHT = exact_answer(extract="marker", marker="</think>")
-TASKS = Taskset.load(data_path("tasks/middle_train.jsonl"))
+TASKS = Taskset.load(data_path("tasks/middle_train.jsonl"))[:1000]
 FILTER = ("filter_groups.enable=true", "filter_groups.log_format=null")
 
 

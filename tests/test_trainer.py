@@ -35,7 +35,7 @@ def make(*over, rewards=None, tasks=None, **kw):
         None, ["train_batch_size=6", "num_generations=4", "run.progress=false", *over]
     )
     policy = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=10)
-    tasks = Taskset.load(data_path("tasks/middle_train.jsonl")) if tasks is None else tasks
+    tasks = Taskset.load(data_path("tasks/middle_dev.jsonl")) if tasks is None else tasks
     return GRPO(policy, tasks, {"right": RIGHT} if rewards is None else rewards, config, **kw)
 
 
@@ -60,7 +60,7 @@ def test_kl_in_the_reward_is_taken_off_before_the_advantage():
 
 
 def test_hanging_crashing_and_silent_rewards_do_not_stop_training():
-    tasks = Taskset.load(data_path("tasks/middle_train.jsonl"))[:3]
+    tasks = Taskset.load(data_path("tasks/middle_dev.jsonl"))[:3]
     unlucky = tasks[0].prompt
 
     def hangs(completion, prompt, **columns):
