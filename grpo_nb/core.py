@@ -547,7 +547,7 @@ def minibatches(
 # %% ../nbs/method/00_core.ipynb #54d3de45
 @runtime_checkable
 class Policy(Protocol):
-    "What the trainer needs of a policy; one may also offer `kl_old(rollout)`, its exact KL to the policy that sampled, and `draws`."
+    "What the trainer needs of a policy; one may also offer `logp_and_kl(rollout)`, with its exact KL to the policy that sampled, `logp_entropy(rollout)`, and `draws`."
 
     def sample(self, tasks: list, num_generations: int, generator: torch.Generator) -> Rollout:
         "Draw G samples of each of P tasks without gradients, from this generator alone; the same task twice is two groups."

@@ -46,7 +46,7 @@ def update(
     rollout = _without_truncated(rollout) if c.mask_truncated else rollout
     batch, sampling = _columns(c, rollout, advantages, reference)
     out = UpdateReport(sampling=sampling)
-    exact = getattr(policy, "kl_old", None) if c.kl_stop.stat != "k3" else None
+    exact = c.kl_stop.stat != "k3" and hasattr(policy, "logp_and_kl")
     last_NS = batch["old"]  # log-probs at the beginning of the last epoch
     for epoch in range(c.num_epochs):  # K passes over the same rollout
         if c.scheme in ("progressive", "previous_epoch") and epoch:
@@ -62,7 +62,7 @@ def update(
             seen = []
             for micro in _passes(c, policy, rollout, part, batch["skipped"]):
                 piece = rollout[micro]
-                logp_NS, entropy_NS = _logp_and_entropy(c, policy, piece)
+                logp_NS, entropy_NS, kl_NS = _score(c, policy, piece, exact)
                 x = _rows(batch, micro, logp_NS.device)
                 # ratio to the anchor, clip, KL term, share of the minibatch
                 loss, metrics = policy_loss(
@@ -70,7 +70,7 @@ def update(
                     entropy_NS=entropy_NS, kl_mask_NS=x["kl_mask"], counts=counts,
                 )  # fmt: skip
                 loss.backward()
-                seen.append((metrics, *_distances(c, exact, piece, x, logp_NS.detach(), loss)))
+                seen.append((metrics, *_distances(c, x, logp_NS.detach(), kl_NS, loss)))
             row = {"epoch": epoch, "minibatch": i, "stopped": False, "skipped": False}
             row |= _row(c, seen, batch, part, exact, first=not out.rows)
             why, out.rows = c.kl_stop.exceeded(row, out.done), [*out.rows, row]
@@ -380,27 +380,23 @@ def _rows(batch: dict, rows: Tensor, device) -> dict:
     return {k: None if x is None else x[rows].to(device) for k, x in batch.items()}
 
 
-def _logp_and_entropy(c, policy, piece) -> tuple[Tensor, Tensor | None]:
-    "Log-probs, and entropies if there is a bonus for them."
-    return policy.logp_entropy(piece) if c.loss.entropy_coef else (policy.logp(piece), None)
+def _score(c, policy, piece, exact) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    "Log-probs; entropies if there is a bonus for them, and the exact KL to the sampler if asked for."
+    logp_NS, kl_NS = policy.logp_and_kl(piece) if exact else (None, None)
+    if c.loss.entropy_coef:
+        return *policy.logp_entropy(piece), kl_NS
+    return logp_NS if exact else policy.logp(piece), None, kl_NS
 
 # %% ../nbs/method/02_update.ipynb #1e28e14c
-def _distances(c, exact, piece, x, now_NS, loss) -> tuple[Tensor, Tensor]:
+def _distances(c, x, now_NS, kl_NS, loss) -> tuple[Tensor, Tensor]:
     "Sums (6,) of loss, KL to the sampler (k1, k3, exact) and to the reference (k3), steps; `_max_logp_diff`."
     mask_NS, old_NS = x["mask"].bool(), x["old"]
     k1, k3 = (kl_penalty(old_NS, now_NS, kind, mask_NS).sum() for kind in ("k1", "k3"))
-    own = 0 * k3 if exact is None else _exact_kl(exact, piece, mask_NS)
+    own = 0 * k3 if kl_NS is None else apply_mask(kl_NS, mask_NS).sum()
     ref = 0 * k3 if x["ref"] is None else kl_penalty(now_NS, x["ref"], "k3", mask_NS).sum()
     sums = torch.stack([v.detach().double() for v in (loss, k1, k3, own, ref, mask_NS.sum())])
     fresh_NS = mask_NS & x["fresh"][:, None] & now_NS.isfinite()
     return sums, _max_logp_diff(now_NS, old_NS, fresh_NS, c.check_tol or 0)
-
-
-def _exact_kl(kl_old, piece, mask_NS) -> Tensor:
-    "Sum over the steps that count of the exact KL(old || new) that a policy offers, per step or as their mean."
-    with torch.no_grad():
-        kl = torch.as_tensor(kl_old(piece))
-    return apply_mask(kl, mask_NS).sum() if kl.ndim else kl * mask_NS.sum()
 
 # %% ../nbs/method/02_update.ipynb #0765cb1c
 def _row(c, seen, batch, part, exact, first) -> dict:
@@ -417,7 +413,7 @@ def _row(c, seen, batch, part, exact, first) -> dict:
     if c.scheme != "fixed":
         row |= {f"kl_anchor/{k}": row[f"kl_old/{k}"] for k in ("k1", "k3")}
     row |= {"loss": loss, "kl_old/k1": k1, "kl_old/k3": k3}
-    if exact is not None:
+    if exact:
         row["kl_old/exact"] = own
     if batch["ref"] is not None:
         row["kl_ref/k3"] = ref
@@ -503,9 +499,9 @@ def _check_policy(c, policy):
             f"loss.entropy_coef={c.loss.entropy_coef:g} needs a policy that offers logp_entropy(rollout) -> (logp, entropy), both "
             f"(N, S) and differentiable; {type(policy).__name__} does not."
         )
-    if c.kl_stop.stat == "exact" and not hasattr(policy, "kl_old"):
+    if c.kl_stop.stat == "exact" and not hasattr(policy, "logp_and_kl"):
         raise ValueError(
-            "kl_stop.stat='exact' needs a policy that offers kl_old(rollout); use 'k3' or 'auto'."
+            "kl_stop.stat='exact' needs a policy that offers logp_and_kl(rollout); use 'k3' or 'auto'."
         )
     if c.scheme == "reference":
         warnings.warn(

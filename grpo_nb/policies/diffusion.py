@@ -91,7 +91,6 @@ class DiffusionPolicy:
         self.condition = condition
         self.lengths = lengths
         self.reduce = reduce
-        self._scored = None  # the last scored steps, for `kl_old`
         self._check()
 
     def __repr__(self):
@@ -132,7 +131,6 @@ def copy(self: DiffusionPolicy) -> DiffusionPolicy:
     "A frozen copy with the present weights, e.g. as reference policy."
     other = shallow_copy(self)
     other.model = deepcopy(self.model).requires_grad_(False).eval()
-    other._scored = None
     return other
 
 
@@ -368,16 +366,9 @@ def logp_and_kl(
     logp_NS = self._shaped(_gaussian_logp(b.y, mean, b.std, b.valid, self.reduce), rollout)
     old = rollout.states["mean"].flatten(0, 1).to(mean)
     kl_NS = self._shaped(_gaussian_kl(mean.detach(), old, b.std, b.valid), rollout)
-    self._scored = (rollout, self._version(), kl_NS)
     return logp_NS, kl_NS
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #feb939a7
-@patch
-def _version(self: DiffusionPolicy) -> tuple:
-    "Changes with every optimizer step and every loaded weight."
-    return id(self.model), sum(p._version for p in self.model.parameters())
-
-
 @patch
 def logp(
     self: DiffusionPolicy,
@@ -385,17 +376,3 @@ def logp(
 ) -> Tensor:  # (N, S), differentiable, 0 outside the mask
     "Log-probability of every stored step under the present weights."
     return self.logp_and_kl(rollout)[0]
-
-# %% ../../nbs/method/03_policies.diffusion.ipynb #149b0d1b
-@patch
-@torch.no_grad()
-def kl_old(
-    self: DiffusionPolicy,
-    rollout: Rollout,  # samples
-) -> float:  # nats per step
-    "Mean exact KL to the policy that sampled; free right after `logp` of the same rollout."
-    scored, version, kl_NS = self._scored or (None, None, None)
-    if scored is not rollout or version != self._version():
-        kl_NS = self.logp_and_kl(rollout)[1]
-    self._scored = None
-    return float(kl_NS.sum() / rollout.mask_NS.sum().clamp(min=1))
