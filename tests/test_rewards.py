@@ -158,7 +158,7 @@ def test_workers_of_a_script_without_main_guard_end_with_it_also_when_it_is_kill
         p.kill()
         p.wait()
         p.stdout.close()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not gone(int(pid)):
         assert time.monotonic() < end, "the worker outlived its parent"
         time.sleep(0.02)
@@ -236,11 +236,15 @@ def test_a_worker_that_stops_reading_is_killed_at_the_deadline():
             threading.Thread(target=backtrack, daemon=True).start()
         return 1.0
 
-    options = dict(workers=1, timeout_s=0.5, chunk_size=1, on_error="skip", **QUIET)
+    options = dict(workers=1, timeout_s=1.0, chunk_size=1, on_error="skip", **QUIET)
     with RewardRunner([leaves_a_thread], **options) as runner:
         for size in (1, 1_000_000):  # less and more than a pipe holds
             first = in_time(runner, batch([c * size for c in "abc"]))
-            time.sleep(0.3)
+            worker = psutil.Process(runner.pool.workers[0].process.pid)
+            spent = lambda p=worker: sum(p.cpu_times()[:2])
+            until = spent() + 0.1
+            while spent() < until:  # it backtracks
+                time.sleep(0.02)
             second = in_time(runner, batch([c * size for c in "de"]))
             assert values(first.rewards_NR[:, 0]) == [1, 1, 1]
             assert values(second.rewards_NR[:, 0]) == [-99, 1]
@@ -277,7 +281,7 @@ def test_half_a_message_and_garbage_are_no_reason_to_wait():
         scored = in_time(runner, batch(texts))
     assert values(scored.rewards_NR[:, 0]) == [-99, 1] + [-99] * (n - 3) + [1]
     assert counts(runner, "writes") == [2, 0, n - 3, 1, 0]
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 100
 
 
 JSON = st.recursive(
@@ -385,8 +389,8 @@ def test_a_late_chunk_is_tried_again_one_by_one():
             pass
         return [1.0] * len(completions)
 
-    whole = reward_function(whole, whole_batch=True, timeout_s=0.25)
-    chunk = reward_function(chunk, timeout_s=0.25)
+    whole = reward_function(whole, whole_batch=True, timeout_s=0.5)
+    chunk = reward_function(chunk, timeout_s=0.5)
     with RewardRunner([chunk, whole], workers=1, on_error="skip", **QUIET) as runner:
         scored = runner(batch(["a", "hang", "b"]))
     assert values(scored.rewards_NR) == [[1, -99], [-99, -99], [1, -99]]

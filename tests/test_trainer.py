@@ -19,7 +19,6 @@ from grpo_nb.config import build_config, describe, override
 from grpo_nb.lab.checkpoint import _check_seal, latest
 from grpo_nb.lab.frames import flat_keys
 from grpo_nb.lab.recipe import GRPOConfig, load_config, open_rewards
-from grpo_nb.lab.record import Run
 from grpo_nb.lab.spec import Spec
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.reward_runner import RewardRunner
@@ -92,16 +91,8 @@ def test_hanging_crashing_and_silent_rewards_do_not_stop_training():
         assert row["reward/right/n_ok"] == 9 and row["reward/silent/n_none"] == 9
         assert math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
         assert row["reward/hangs/n_timeout"] == 3 and row["reward/crashes/n_error"] == 3
-    time.sleep(0.5)
-    left = {p.pid for p in psutil.Process().children(recursive=True)} - before
-    assert not left
-
-
-def test_time_limit_stops_training_and_is_recorded(tmp_path):
-    trainer = make("steps=1000", "max_seconds=0.01", f"run.dir={tmp_path / 'run'}")
-    trainer.fit()
-    trainer.close()
-    assert trainer.step_done == 1 and len(Run.open(tmp_path / "run").frame()) == 1
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    assert not psutil.wait_procs(left, timeout=60)[1]
 
 
 def test_evaluation_leaves_training_alone():
@@ -322,14 +313,6 @@ def test_an_update_that_fails_before_its_first_step_leaves_the_weights(capsys):
     assert torch.equal(before, weights(trainer))
     trainer.policy.logp = good
     assert trainer.fit(1).step_done == 2
-
-
-def test_without_a_checkpoint_a_broken_update_says_that_nothing_is_left(capsys):
-    trainer = make("steps=3", "update.num_epochs=2")
-    press_twice(trainer, 1)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.fit()
-    assert "build the trainer again: nothing of it is on the disk" in capsys.readouterr().out
 
 
 def test_a_run_that_is_there_is_refused_with_what_the_caller_can_do(tmp_path):

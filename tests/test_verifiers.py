@@ -154,13 +154,13 @@ def test_between_tags_finds_the_last_pair(noise, inside):
 
 
 def test_answers_are_found_in_linear_time():
-    start = time.monotonic()
+    start = time.process_time()
     for piece in ("<answer>", r"\boxed{", "$", "*", "`", "1 ", "1,", r"\(", r"\)", "{", "5 or "):
         text = piece * (200_000 // len(piece))
         for extract in ("whole", "tags"):
             assert exact_answer(extract=extract)(completion=text, answer="1") == 0.0
         assert answer_tags()(completion=text) == 0.0
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 20
 
 
 ATTACKS = """
