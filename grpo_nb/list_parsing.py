@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from .config import check_number
@@ -214,64 +215,6 @@ class ParsedList:
         "True if no rank holds a well-formed item."
         return all(item.malformed for item in self.ranked)
 
-# %% ../nbs/method/01_list_parsing.ipynb #dbfaeca1
-def _item_status(found, rank: int, num_ranks: int, seen: Titles, catalogue, listed: set) -> str:
-    "What became of a line that `_read_item` read as `found`; its key is added to those listed."
-    if rank >= num_ranks:
-        return "overflow"
-    if found is None:
-        return "malformed"
-    key = film_key(found)
-    again, _ = key in listed, listed.add(key)
-    if seen.find(*found):
-        return "seen"
-    if catalogue is not None and catalogue.find(*found) is None:
-        return "unknown"
-    return "duplicate" if again else "ok"
-
-# %% ../nbs/method/01_list_parsing.ipynb #c5fe4302
-def _parse_list(
-    pieces_S: str | Sequence[str | None],  # token texts in order, None = no text; or the whole text
-    num_ranks: int,  # K
-    catalogue: Titles | None = None,  # films that exist; None = every title is taken as known
-    seen: Titles | Iterable = (),  # films the user knows
-    prose: bool = True,  # False: every line with content is an item, none is preamble or trailing text
-) -> ParsedList:
-    "Items, token spans and statuses of a generated list, in one pass over its tokens."
-    pieces_S = [pieces_S] if isinstance(pieces_S, str) else pieces_S
-    seen = seen if isinstance(seen, Titles) else Titles(seen)
-    lines, touched_S = _token_lines(pieces_S)
-    first, stop = _list_bounds(lines) if prose else (0, len(lines))
-    owner, found, listed = [], [], set()  # the item that each line belongs to; what each item is
-    for i, line in enumerate(lines):
-        if not any(c.isalnum() for c in line):
-            owner.append(owner[-1] if owner else -1)
-            continue
-        read = _read_item(line)
-        if not first <= i < stop:
-            owner.append(-1)
-            continue
-        owner.append(len(found))
-        status = _item_status(read, owner[-1], num_ranks, seen, catalogue, listed)
-        found.append((*(read or (line.strip(), None)), status, read is None))
-    item_S, spans = _token_spans(touched_S, owner, len(found))
-    items = tuple(_ListItem(*f[:2], *span, *f[2:]) for f, span in zip(found, spans))
-    return ParsedList(num_ranks, items, np.where(item_S >= num_ranks, -1, item_S))
-
-# %% ../nbs/method/01_list_parsing.ipynb #f5c74380
-def _token_spans(touched_S, owner: list[int], n: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    "The item of each token (the first it touches), and the first and last token of each of n items."
-    item_S = np.full(len(touched_S), -1, dtype=np.int64)
-    begin = [None] * n
-    for t, lines in enumerate(touched_S):
-        owners = [] if lines is None else [x for x in owner[lines[0] : lines[1] + 1] if x >= 0]
-        if owners:
-            item_S[t] = owners[0]
-        for x in owners:
-            begin[x] = t + (x != owners[0]) if begin[x] is None else begin[x]
-    own = [np.flatnonzero(item_S == x).tolist() for x in range(n)]
-    return item_S, [(o[0], o[-1] + 1) if o else (b, b) for o, b in zip(own, begin)]
-
 # %% ../nbs/method/01_list_parsing.ipynb #8d34614a
 class ListParser:
     "The rules by which answers are parsed."
@@ -293,26 +236,75 @@ class ListParser:
         "What decides which lines are items: rewards and tokens must agree on it."
         return self.num_ranks, self.prose
 
-    def __call__(
-        self,
-        answer: str | Sequence,  # text, token pieces, or a chat turn
-        seen: Iterable = (),  # films the user knows
-    ) -> ParsedList:
-        "The parsed list of one answer."
-        return _parse_list(_readable(answer), self.num_ranks, self.catalogue, seen, self.prose)
+# %% ../nbs/method/01_list_parsing.ipynb #dbfaeca1
+@patch
+def _status(self: ListParser, found, rank: int, seen: Titles, listed: set) -> str:
+    "What became of a line that `_read_item` read as `found`; its key is added to those listed."
+    if rank >= self.num_ranks:
+        return "overflow"
+    if found is None:
+        return "malformed"
+    key = film_key(found)
+    again, _ = key in listed, listed.add(key)
+    if seen.find(*found):
+        return "seen"
+    if self.catalogue is not None and self.catalogue.find(*found) is None:
+        return "unknown"
+    return "duplicate" if again else "ok"
+
+# %% ../nbs/method/01_list_parsing.ipynb #f5c74380
+def _token_spans(touched_S, owner: list[int], n: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    "The item of each token (the first it touches), and the first and last token of each of n items."
+    item_S = np.full(len(touched_S), -1, dtype=np.int64)
+    begin = [None] * n
+    for t, lines in enumerate(touched_S):
+        owners = [] if lines is None else [x for x in owner[lines[0] : lines[1] + 1] if x >= 0]
+        if owners:
+            item_S[t] = owners[0]
+        for x in owners:
+            begin[x] = t + (x != owners[0]) if begin[x] is None else begin[x]
+    own = [np.flatnonzero(item_S == x).tolist() for x in range(n)]
+    return item_S, [(o[0], o[-1] + 1) if o else (b, b) for o, b in zip(own, begin)]
 
 # %% ../nbs/method/01_list_parsing.ipynb #b1054808
-def _readable(answer: Any) -> str | tuple[str | None, ...]:
-    "What is parsed: the text, or the text of each token; of chat turns the last one."
+def _readable(answer: Any) -> Sequence[str | None]:
+    "What is parsed: the text as one piece, or the text of each token; of chat turns the last one."
     if isinstance(answer, (list, tuple)) and answer and isinstance(answer[-1], Mapping):
         answer = answer[-1].get("content") or ""
     if isinstance(answer, str):
-        return answer
+        return [answer]
     if isinstance(answer, (list, tuple)) and all(p is None or isinstance(p, str) for p in answer):
-        return tuple(answer)
+        return answer
     raise ValueError(
         f"An answer is text, token pieces, or chat turns with text as content, got {answer!r:.80}."
     )
+
+# %% ../nbs/method/01_list_parsing.ipynb #c5fe4302
+@patch
+def __call__(
+    self: ListParser,
+    answer: str | Sequence,  # text, the text of each token (None: no text), or a chat turn
+    seen: Iterable = (),  # films the user knows
+) -> ParsedList:
+    "Items, token spans and statuses of one answer, in one pass over its tokens."
+    seen = Titles(seen)
+    lines, touched_S = _token_lines(_readable(answer))
+    first, stop = _list_bounds(lines) if self.prose else (0, len(lines))
+    owner, found, listed = [], [], set()  # the item that each line belongs to; what each item is
+    for i, line in enumerate(lines):
+        if not any(c.isalnum() for c in line):
+            owner.append(owner[-1] if owner else -1)
+            continue
+        read = _read_item(line)
+        if not first <= i < stop:
+            owner.append(-1)
+            continue
+        owner.append(len(found))
+        status = self._status(read, owner[-1], seen, listed)
+        found.append((*(read or (line.strip(), None)), status, read is None))
+    item_S, spans = _token_spans(touched_S, owner, len(found))
+    items = tuple(_ListItem(*f[:2], *span, *f[2:]) for f, span in zip(found, spans))
+    return ParsedList(self.num_ranks, items, np.where(item_S >= self.num_ranks, -1, item_S))
 
 # %% ../nbs/method/01_list_parsing.ipynb #c532c7cc
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from grpo_nb.core import Rollout
 from grpo_nb.list_parsing import (
     ListParser,
     Titles,
-    _parse_list,
     _read_item,
     parse_rollout,
     token_pieces,
@@ -52,8 +51,8 @@ def facts(parsed):
 @FAST
 @given(answer, st.lists(st.integers(0, 500), max_size=25), st.booleans())
 def test_items_do_not_depend_on_the_tokens(text, cuts, prose):
-    rules = dict(prose=prose)
-    whole, split = _parse_list(text, 4, **rules), _parse_list(cut(text, cuts), 4, **rules)
+    parser = ListParser(4, prose=prose)
+    whole, split = parser(text), parser(cut(text, cuts))
     assert facts(whole) == facts(split)
     assert whole.parse_error == split.parse_error
 
@@ -61,7 +60,7 @@ def test_items_do_not_depend_on_the_tokens(text, cuts, prose):
 @FAST
 @given(answer, st.lists(st.integers(0, 500), max_size=25))
 def test_spans_are_disjoint_and_ordered(text, cuts):
-    parsed = _parse_list([*cut(text, cuts), None], 3)
+    parsed = ListParser(3)([*cut(text, cuts), None])
     ends = [0]
     for item in parsed.items:
         assert ends[-1] <= item.token_start <= item.token_end
