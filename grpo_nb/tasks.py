@@ -65,8 +65,6 @@ class _JsonlRows(_Rows):
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
-        if not self.path.is_file():
-            raise ValueError(f"{self.path}: no such file. Give the path of a JSONL file.")
         data = self.path.read_bytes()
         self.lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")  # without byte-order mark
         self.line_of = np.flatnonzero([not x.isspace() and bool(x) for x in self.lines])
@@ -124,8 +122,6 @@ def _parquet_rows(path: Path) -> _TableRows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file. Give the path of a parquet file.")
     try:
         return _TableRows(pq.read_table(path, memory_map=True), str(path))
     except pa.ArrowInvalid as e:
@@ -257,6 +253,8 @@ def _rows_of(
                 raise ValueError(
                     f"No file {str(source)!r}, neither here ({Path.cwd()}) nor in the embedded data."
                 ) from None
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file. Give the path of a .jsonl or .parquet file.")
         if path.suffix in (".jsonl", ".ndjson"):
             return _JsonlRows(path), path.stem
         if path.suffix in (".parquet", ".pq"):

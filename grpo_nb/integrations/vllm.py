@@ -220,7 +220,7 @@ def attach(
                 "--logprobs-mode processed_logprobs."
             )
     if self._weights_there() == "default":  # those that it was started with
-        drawn = self._draw(policy, [probe], 1, [0], False, most=16)
+        drawn = self._run(self._draw(policy, [probe], 1, [0], False, most=16))
         policy._score_drawn([probe], 1, drawn)
 
 
@@ -337,14 +337,8 @@ def _lacking(found: Any, body: dict) -> str:
 
 # %% ../../nbs/integrations/05_vllm.ipynb #91389dae
 @patch
-def _draw(self: VLLM, policy, *asked, most: int = 10**9) -> list[tuple]:
+async def _draw(self: VLLM, policy, prompts, num_generations, seeds, greedy, most=10**9) -> list:
     "Completions by whatever weights the server has."
-    return self._run(self._drawn(policy, *asked, most=most))
-
-
-@patch
-async def _drawn(self: VLLM, policy, prompts, num_generations, seeds, greedy, most=10**9) -> list:
-    "The same, awaited."
     body = {
         "model": self.name,
         "n": num_generations,
@@ -392,7 +386,7 @@ def sample(
     self.staleness = 0
     for _ in range(3):
         label = self.give_weights(policy)
-        drawn = self._draw(policy, prompts, num_generations, seeds, greedy)
+        drawn = self._run(self._draw(policy, *asked))
         if self._weights_there() == label:
             return drawn
     raise ServerLost(
@@ -414,10 +408,10 @@ def read_ahead(self: VLLM, policy, prompts: list[list[int]], num_generations: in
     self.forget()
     asked, label = (prompts, num_generations, seeds, False), self.give_weights(policy)
     self.staleness, some = 0, (prompts[:4], 1)
-    policy._score_drawn(*some, self._draw(policy, *some, seeds[:4], False))
+    policy._score_drawn(*some, self._run(self._draw(policy, *some, seeds[:4], False)))
 
     async def draw():
-        drawn = await self._drawn(policy, *asked)
+        drawn = await self._draw(policy, *asked)
         async with self._client() as client:
             there = await self._answer(client, "/weight_info")
         return drawn if there["weight_version"] == label else None

@@ -48,14 +48,11 @@ def _number_of(text: Any) -> float:
 _TRL_TOTALS = re.compile(r"train_(runtime|loss|samples_per_second|steps_per_second)|total_flos")
 
 # %% ../../nbs/lab/02_log_importers.ipynb #a12ece30
-def _trainer_state(path: Path) -> Path:
-    "The newest trainer_state.json of a folder."
+def _trainer_states(path: Path) -> list[Path]:
+    "Each trainer_state.json of a folder, the newest last."
     inside = path.glob("checkpoint-*/trainer_state.json")
     found = sorted(inside, key=lambda p: [*map(int, re.findall(r"\d+$", p.parent.name))])
-    found += path.glob("trainer_state.json")
-    if found:
-        return found[-1]
-    raise FileNotFoundError(f"No trainer_state.json in {path.name!r} or its checkpoint-* folders.")
+    return [*found, *path.glob("trainer_state.json")]
 
 # %% ../../nbs/lab/02_log_importers.ipynb #2d227a85
 def _printed_by_trl(text: str) -> list[dict]:
@@ -86,7 +83,12 @@ def read_trl(
     | Path,  # trainer_state.json, a folder with it or its checkpoints, or what was printed
 ):  # DataFrame
     "The log of a TRL or Hugging Face Trainer run."
-    path = _trainer_state(Path(path)) if Path(path).is_dir() else Path(path)
+    path = Path(path)
+    if path.is_dir():
+        if not (states := _trainer_states(path)):
+            said = f"No trainer_state.json in {path.name!r} or its checkpoint-* folders."
+            raise FileNotFoundError(said)
+        path = states[-1]
     try:
         text = _read_log(path)
         history = [] if '"log_history"' in text else _printed_by_trl(text)
@@ -183,8 +185,7 @@ class _TheirRun(Run):
 def _open_theirs(path: Path) -> Run | None:
     "The run that a file or folder of TRL or verl holds; None for anything else."
     if path.is_dir():
-        states = [*path.glob("trainer_state.json"), *path.glob("checkpoint-*/trainer_state.json")]
-        return _TheirRun(path, read_trl) if states else None
+        return _TheirRun(path, read_trl) if _trainer_states(path) else None
     if not path.is_file():
         return None
     text = _read_log(path)

@@ -7,7 +7,6 @@ __all__ = ['FLOOR', 'shape_logits', 'draw', 'head_logp', 'Network']
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #de39d167
 import copy
-import functools
 import inspect
 import warnings
 from collections.abc import Iterator
@@ -211,6 +210,8 @@ class Network:
         self.model = model
         self.autocast = autocast
         self.found = {}  # what was found out about the model, on first use
+        names = inspect.signature(type(model.base_model).forward).parameters
+        self.cache = "cache" if "cache" in names else "past_key_values"  # by transformers' version
 
     @property
     def device(self) -> torch.device:
@@ -268,8 +269,7 @@ def run(
 ) -> tuple:  # (N, S, D) hidden states (logits of a model with an unusual head), cache
     "Last hidden states of a batch, and the cache if asked for."
     model = self.model if self.head is None else self.model.base_model
-    name = _cache_argument(type(model))
-    given = {name: cache} if cache is not None else {}
+    given = {self.cache: cache} if cache is not None else {}
     low = {"dtype": torch.bfloat16, "enabled": True} if self.autocast else {"enabled": False}
     with torch.autocast(self.device.type, **low):
         out = model(
@@ -280,14 +280,7 @@ def run(
             **given,
         )
     hidden = out.logits if model is self.model else out.last_hidden_state
-    return hidden, (getattr(out, name) if use_cache else None)
-
-# %% ../../nbs/method/02_policies.decoding.ipynb #90057726
-@functools.cache
-def _cache_argument(kind: type) -> str:
-    "What this version of transformers calls the cache."
-    names = inspect.signature(kind.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
+    return hidden, (getattr(out, self.cache) if use_cache else None)
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #1df2808c
 @patch
