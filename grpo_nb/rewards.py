@@ -19,7 +19,8 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -323,7 +324,7 @@ def _own_copy(value: Any) -> Any:
 
 # %% ../nbs/method/01_rewards.ipynb #c7811fa3
 class _EventLoop:
-    "Waits for async rewards; a worker gets a loop of its own."
+    "Waits for coroutines in a thread; a worker gets a loop of its own."
 
     pid = None  # of the process that the loop runs in
 
@@ -334,16 +335,24 @@ class _EventLoop:
         "The value, or what an awaitable gives in the end."
         if not any(map(inspect.isawaitable, value if isinstance(value, list) else [value])):
             return value
-        if self.pid != os.getpid():
-            self.pid, self.loop = os.getpid(), asyncio.new_event_loop()
-            threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
         async def settled(x):
             while inspect.isawaitable(x):
                 x = await x
             return await asyncio.gather(*map(settled, x)) if isinstance(x, list) else x
 
-        future = asyncio.run_coroutine_threadsafe(settled(value), self.loop)
+        return self.run(settled(value))
+
+    def start(self, work: Coroutine) -> Future:
+        "Begin a coroutine, whether or not this thread has a loop."
+        if self.pid != os.getpid():
+            self.pid, self.loop = os.getpid(), asyncio.new_event_loop()
+            threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine) -> Any:
+        "The result of a coroutine."
+        future = self.start(work)
         try:
             return future.result()
         finally:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,9 @@ class _Rows:
         "The place of row `i`, for messages."
         return f"{self.origin}, row {i}"
 
-    def block(self, start: int, stop: int) -> list[dict]:
+    def block(self, start: int, stop: int) -> Iterable[dict]:
         "Rows `start` to `stop`."
-        return [self.row(i) for i in range(start, stop)]
+        return map(self.row, range(start, stop))
 
 
 class _JsonlRows(_Rows):
@@ -304,7 +304,7 @@ class Taskset:
         self._task(first, 0)
         made_on_demand = not isinstance(getattr(rows, "rows", []), (list, tuple))
         if not made_on_demand and len(rows) <= 10**5:  # about a second
-            for _ in self._tasks():
+            for _ in self:
                 pass
 
     def __len__(self) -> int:
@@ -318,9 +318,6 @@ class Taskset:
     def column_names(self) -> list[str]:
         "The fields of the first task, without the prompt."
         return list(self[0].columns)
-
-    def __iter__(self) -> Iterator[Task]:
-        return (self[i] for i in range(len(self)))
 
 # %% ../nbs/method/01_tasks.ipynb #3106e6d0
 @patch
@@ -339,7 +336,7 @@ def _task(self: Taskset, row: dict, i: int) -> Task:
 
 
 @patch
-def _tasks(self: Taskset) -> Iterator[Task]:
+def __iter__(self: Taskset) -> Iterator[Task]:
     return (self._task(row, i) for i, row in enumerate(_each_row(self.rows)))
 
 # %% ../nbs/method/01_tasks.ipynb #34f6332a
@@ -403,7 +400,7 @@ def from_reasoning_gym(cls: Taskset, dataset: str, **options) -> Taskset:
 def prompt_keys(self: Taskset) -> np.ndarray:  # (tasks,) uint64
     "A 64-bit hash of every prompt: equal prompts have equal keys."
     if self._keys is None:
-        text = (json.dumps(t.prompt, sort_keys=True).encode() for t in self._tasks())
+        text = (json.dumps(t.prompt, sort_keys=True).encode() for t in self)
         keys = (int.from_bytes(hashlib.blake2b(x, digest_size=8).digest()) for x in text)
         self._keys = np.fromiter(keys, np.uint64, len(self))
     return self._keys

@@ -14,7 +14,6 @@ import math
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -30,6 +29,7 @@ from ..config import Positive, build_config, config_tree, configuration
 from ..files import hide_secrets, _to_disk
 from ..policies.loading import merge_lora
 from ..processes import place, say
+from ..rewards import _EventLoop
 
 # %% ../../nbs/integrations/05_vllm.ipynb #c5f51d6d
 @configuration
@@ -75,7 +75,7 @@ class VLLM:
         self.ahead = None  # an `_Ahead`
         self.name, self.limit = None, None  # of the model, once the server has answered
         self.version = 0  # how often it was given weights
-        self.loop = None  # where requests run
+        self.loop = _EventLoop()  # where requests run
 
     def __repr__(self):
         return f"VLLM({hide_secrets(self.config.url)!r}, weights given {self.version} times)"
@@ -87,26 +87,6 @@ class VLLM:
 # %% ../../nbs/integrations/05_vllm.ipynb #a9caae47
 class ServerLost(ConnectionError):
     "A server that gives no answer, or not the one that was asked for."
-
-
-@patch
-def _start(self: VLLM, work: Any) -> futures.Future:
-    "Begin a coroutine, whether or not this thread has a loop."
-    if self.loop is None:
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-    return asyncio.run_coroutine_threadsafe(work, self.loop)
-
-
-@patch
-def _run(self: VLLM, work: Any) -> Any:
-    "The result of a coroutine."
-    future = self._start(work)
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
 
 
 @patch
@@ -188,7 +168,7 @@ def _ask(self: VLLM, path: str, body: dict | None = None, **how) -> Any:
         async with self._client() as client:
             return await self._answer(client, path, body, **how)
 
-    return self._run(one())
+    return self.loop.run(one())
 
 
 @patch
@@ -220,7 +200,7 @@ def attach(
                 "--logprobs-mode processed_logprobs."
             )
     if self._weights_there() == "default":  # those that it was started with
-        drawn = self._run(self._draw(policy, [probe], 1, [0], False, most=16))
+        drawn = self.loop.run(self._draw(policy, [probe], 1, [0], False, most=16))
         policy._score_drawn([probe], 1, drawn)
 
 
@@ -386,7 +366,7 @@ def sample(
     self.staleness = 0
     for _ in range(3):
         label = self.give_weights(policy)
-        drawn = self._run(self._draw(policy, *asked))
+        drawn = self.loop.run(self._draw(policy, *asked))
         if self._weights_there() == label:
             return drawn
     raise ServerLost(
@@ -408,7 +388,7 @@ def read_ahead(self: VLLM, policy, prompts: list[list[int]], num_generations: in
     self.forget()
     asked, label = (prompts, num_generations, seeds, False), self.give_weights(policy)
     self.staleness, some = 0, (prompts[:4], 1)
-    policy._score_drawn(*some, self._run(self._draw(policy, *some, seeds[:4], False)))
+    policy._score_drawn(*some, self.loop.run(self._draw(policy, *some, seeds[:4], False)))
 
     async def draw():
         drawn = await self._draw(policy, *asked)
@@ -416,7 +396,7 @@ def read_ahead(self: VLLM, policy, prompts: list[list[int]], num_generations: in
             there = await self._answer(client, "/weight_info")
         return drawn if there["weight_version"] == label else None
 
-    self.ahead = _Ahead(asked, label, self._start(draw()))
+    self.ahead = _Ahead(asked, label, self.loop.start(draw()))
 
 
 @patch

@@ -70,8 +70,8 @@ class TokenPolicy:
         check_number("top_k", top_k, 0, whole=True)
         check_number("max_new_tokens", max_new_tokens, 1, whole=True)
         check_number("chunk_tokens", 1 if chunk_tokens is None else chunk_tokens, 1, whole=True)
-        _check_flags(chat=chat, shard=shard, share_prefix=share_prefix)
-        _check_flags(gradient_checkpointing=gradient_checkpointing)
+        flags = {"share_prefix": share_prefix, "gradient_checkpointing": gradient_checkpointing}
+        _check_flags(chat=chat, shard=shard, **flags)
         autocast = _asked_autocast(autocast)
         model = _unwrap_peft(getattr(model, "_orig_mod", model))  # of torch.compile
         if lora is not None:
@@ -534,22 +534,15 @@ def _draw(self: TokenPolicy, ids_PL, length_P, index_N, generator, greedy) -> tu
     "Completions by the model itself: tokens, mask, log-probs, entropy, each (N, S)."
     where = {"generator": generator, "device": generator.device}
     uniform_NS = torch.rand(len(index_N), self.max_new_tokens, dtype=torch.float64, **where)
-    parts = [
-        self._generate_rows(ids_PL, length_P, index_N[rows], uniform_NS[rows], greedy)
-        for rows in torch.arange(len(index_N)).split(self.max_rows)
-    ]
+    parts = []
+    for rows in torch.arange(len(index_N)).split(self.max_rows):
+        used, inverse = index_N[rows], torch.arange(len(rows))
+        if self.share_prefix:  # each prompt runs once
+            used, inverse = torch.unique(used, return_inverse=True)
+        width = int(length_P[used].max())
+        given = ids_PL[used, :width], length_P[used], inverse, uniform_NS[rows]
+        parts.append(self._generate(*(x.to(self.device) for x in given), greedy))
     return tuple(torch.cat(x).cpu() for x in zip(*parts))
-
-
-@patch
-def _generate_rows(self: TokenPolicy, ids_PL, length_P, index_N, uniform_NS, greedy) -> tuple:
-    "Completions of some samples, on the device of the model; each prompt runs once if it is shared."
-    used, inverse = torch.unique(index_N, return_inverse=True)
-    if not self.share_prefix:
-        used, inverse = index_N, torch.arange(len(index_N))
-    width = int(length_P[used].max())
-    given = ids_PL[used, :width], length_P[used], inverse, uniform_NS
-    return self._generate(*(x.to(self.device) for x in given), greedy)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #24b59dd1
 @patch
