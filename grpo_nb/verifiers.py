@@ -548,9 +548,9 @@ def soft_overlong(
     factor: float = 1.0,  # the penalty at max_length
 ) -> Callable:
     "-factor * (length - (max_length - buffer)) / buffer, between -factor and 0."
-    check_number("soft_overlong: buffer", buffer, 0, above=True)
-    check_number("soft_overlong: max_length", max_length, buffer)
-    check_number("soft_overlong: factor", factor, 0)
+    buffer = check_number("soft_overlong: buffer", buffer, 0, above=True)
+    max_length = check_number("soft_overlong: max_length", max_length, buffer)
+    factor = check_number("soft_overlong: factor", factor, 0)
 
     @reward_function(name="soft_overlong", needs=["completion_ids"])
     def reward(completion_ids, **columns):

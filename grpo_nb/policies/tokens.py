@@ -66,10 +66,11 @@ class TokenPolicy:
         _check_options(TokenPolicy, unknown)
         greedy = "temperature (greedy: sample(..., greedy=True))"
         temperature = check_number(greedy, temperature, 0, above=True)
-        check_number("top_p", top_p, 0, 1, above=True)
-        check_number("top_k", top_k, 0, whole=True)
-        check_number("max_new_tokens", max_new_tokens, 1, whole=True)
-        check_number("chunk_tokens", 1 if chunk_tokens is None else chunk_tokens, 1, whole=True)
+        top_p = check_number("top_p", top_p, 0, 1, above=True)
+        top_k = check_number("top_k", top_k, 0, whole=True)
+        max_new_tokens = check_number("max_new_tokens", max_new_tokens, 1, whole=True)
+        if chunk_tokens is not None:
+            chunk_tokens = check_number("chunk_tokens", chunk_tokens, 1, whole=True)
         flags = {"share_prefix": share_prefix, "gradient_checkpointing": gradient_checkpointing}
         _check_flags(chat=chat, shard=shard, **flags)
         autocast = _asked_autocast(autocast)
