@@ -39,12 +39,12 @@ def here(tmp_path_factory):
 def client():
     distributed = pytest.importorskip("distributed")
     quiet = {"dashboard_address": None, "silence_logs": 50}
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, **quiet) as cluster:
+    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, **quiet) as cluster:
         with distributed.Client(cluster) as client:
             yield client
 
 
-def test_two_workers_of_dask_give_the_numbers_of_this_process(client, here, tmp_path):
+def test_a_worker_of_dask_gives_the_numbers_of_this_process(client, here, tmp_path):
     assert numbers(study(tmp_path, executor=client)) == here
 
 

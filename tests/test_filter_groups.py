@@ -20,7 +20,6 @@ from grpo_nb.filter_groups import (
     FilterGroupsConfig,
     UnknownFilterMetric,
     decide,
-    expected_gen_batches,
     keep_groups,
     resolve_metric,
 )
@@ -174,17 +173,10 @@ def test_matches_the_definition_and_ignores_order(rows, rnd):
 # --- metrics and configuration -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        *(dict(singles="maybe"), dict(on_cap="ignore"), dict(enable="perhaps")),
-        *(dict(max_staleness=-1), dict(min_spread=nan), dict(filter_rate_ema=1.5)),
-        *(dict(metric=[3]), dict(rule="metric")),
-    ],
-)
-def test_bad_options_are_refused_by_their_key(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        FilterGroupsConfig(**bad)
+def test_bad_options_are_refused_by_their_key():
+    for bad in (dict(on_cap="ignore"), dict(min_spread=nan), dict(metric=[3]), dict(rule="metric")):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            FilterGroupsConfig(**bad)
 
 
 def test_a_rollout_without_rewards_is_refused_and_an_old_key_is_read():
@@ -202,18 +194,6 @@ def test_rank_rewards_are_dead_only_if_every_cell_is_constant():
     assert decide(r, FilterGroupsConfig()).keep_P.tolist() == [False, True]
     assert decide(r, FilterGroupsConfig(rule="combined")).keep_P.tolist() == [False, True]
     assert decide(r, FilterGroupsConfig(metric="rel")).keep_P.tolist() == [False, False]
-
-
-# --- cost model ----------------------------------------------------------------------------------
-
-
-def test_expected_batches_are_the_sum_of_binomial_tails():
-    from scipy.stats import binom
-
-    for f in (0.1, 0.3, 0.5, 0.6, 0.8, 0.9):
-        for B, size in ((32, 32), (1024, 1024), (20, 7)):
-            want = binom.cdf(B - 1, size * np.arange(2000), 1 - f).sum()
-            assert expected_gen_batches(f, B, gen_batch_size=size) == pytest.approx(want, rel=1e-9)
 
 
 # --- the collector -------------------------------------------------------------------------------
@@ -244,11 +224,7 @@ def test_every_state_refuses_what_does_not_fit_it():
     c = GroupCollector(FilterGroupsConfig(**QUIET), 1)
     with pytest.raises(ValueError, match="The step is closed"):
         c.take()
-    with pytest.raises(ValueError, match="the step is closed"):
-        c.add(groups_of(LIVE))
     c.begin()
-    with pytest.raises(ValueError, match="open already"):
-        c.begin()
     with pytest.raises(ValueError, match="The step is open, with 0 of 1 groups"):
         c.take()
     with pytest.raises(ValueError, match="empty generation batch"):

@@ -429,13 +429,9 @@ def test_warm_up_is_no_part_of_the_deadline_and_its_failure_is_named():
 
 
 BREACHES = [
-    (lambda completions: [1.0], "expected 2 values, one per completion, got 1"),
     (lambda completions: (1.0 for _ in completions), "got generator"),
     (lambda completions: torch.ones(2, 1, 1), "one per completion, got Tensor"),
-    (lambda completion: {"a": 1}, "expected a number or None, got dict"),
-    (lambda completion: np.bool_(True), "got bool True"),
     (lambda completion: 1j, "got complex 1j"),
-    (lambda completion: [], "at least 1 number in a row"),
     (lambda completion: [1.0, "x"], "got str 'x'"),
 ]
 
@@ -446,11 +442,6 @@ def test_breaches_of_the_contract_stop_under_every_policy(function, message):
     with pytest.raises(RewardError, match="Reward 'bad', sample 0: expected ") as e:
         runner(batch(["a", "b"]))
     assert message in str(e.value)
-
-
-def test_samples_have_one_number_of_ranks():
-    with pytest.raises(RewardError, match="got 2 from 'rows' and 3 from 'rows'"):
-        RewardRunner({"rows": lambda completion: [1.0] * len(completion)})(batch(["ab", "abc"]))
 
 
 def test_missing_values_do_not_apply_and_are_no_zeros():

@@ -147,9 +147,7 @@ BOTS = {"selector_type": "difficulty_based", "feature_keys": ["a", "b"]}
     "data, config, message",
     [
         ({"x": []}, None, "data source is empty"),
-        ({"x": [1], "y": [1, 2]}, None, "equal lengths"),
         (FEATURES, "grpo_nb.selectors.BaseSelector", "Unknown selector"),  # nothing is imported by name
-        (FEATURES, {"selector_type": "offline_easy2hard", "feature_keys": ["text"]}, "one number per task"),
         (FEATURES, {**BOTS, "feature_keys": ["a", "far"]}, "must lie in"),
         (FEATURES, {**BOTS, "kwargs": {"target_reward": 2}}, "target_reward must be >= 0 and <= 1"),
         (FEATURES, {**BOTS, "kwargs": {"method": "sparse"}}, "method"),

@@ -183,10 +183,7 @@ FAULTS = {
     "cut off": broken,
     "no JSON": lambda body: (200, b'{"choices": ['),
     "a choice missing": lambda body: (200, {"choices": [{"index": 0, "token_ids": [3]}]}),
-    "without log-prob": lambda body: (200, {"choices": [bad_choice(i, [None, -1.0]) for i in range(4)]}),
-    "log-probs short": lambda body: (200, {"choices": [bad_choice(i, [-1.0]) for i in range(4)]}),
     "aborted": lambda body: (200, {"choices": [bad_choice(i, [-1.0] * 2, "abort") for i in range(4)]}),
-    "ends too early": lambda body: (200, {"choices": [bad_choice(i, [-1.0] * 2) for i in range(4)]}),
 }  # fmt: skip
 
 
