@@ -20,10 +20,8 @@ def _pool_feedback(
     indices: Sequence[int],  # tasks, repeats allowed
     values: Sequence[float],  # pass rates; NaN is ignored
     counts: Sequence[float] | float = 1.0,  # samples behind each value; one number for all
-) -> tuple[
-    np.ndarray, np.ndarray, np.ndarray
-]:  # (V,) distinct tasks, their pass rates, their samples
-    "Check feedback and pool what belongs to the same task."
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    "Check feedback and pool what belongs to the same task: (V,) distinct tasks, pass rates, samples."
     index, value = np.asarray(indices).reshape(-1), np.asarray(values, np.float64).reshape(-1)
     _check_feedback(num_tasks, index, value)
     known = ~np.isnan(value)

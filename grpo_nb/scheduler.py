@@ -153,8 +153,8 @@ class TasksetScheduler:
         selectors: Any = None,  # one config for all, or one per taskset; None: sequential
         total_epochs: float | None = 1,  # how long, in epochs of all tasksets; None: no end
         total_steps: int | None = None,  # how long, in reads; goes before total_epochs
-        seed: int
-        | None = None,  # of the order of tasksets; None: the epoch alone, as in Trinity-RFT
+        # of the order of tasksets; None: the epoch alone, as in Trinity-RFT
+        seed: int | None = None,
         shares: Any = "size",  # or weights, {"kind": "stages", "stages": [...]}, an object with ids(start, count)
         operators: Sequence = (),  # experience operators: a name, {name, args}, or an object with `process`
     ):

@@ -10,7 +10,7 @@ __all__ = ['SELECTORS', 'TaskSelectorConfig', 'BaseSelector', 'make_selector', '
 import reprlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -35,7 +35,7 @@ from .difficulty import EstimatorConfig, PassRateEstimator, _pool_feedback
 class TaskSelectorConfig:
     "Which selector a taskset uses."
 
-    selector_type: str = "sequential"  # a name in SELECTORS
+    selector_type: str | Callable = "sequential"  # a name in SELECTORS, a class or a function
     seed: int = 42  # of everything random in the selector
     feature_keys: list[str] = field(default_factory=list)  # columns of the data source
     kwargs: dict[str, Any] = field(default_factory=dict)  # the selector's own parameters
@@ -43,10 +43,10 @@ class TaskSelectorConfig:
     @classmethod
     def of(
         cls,
-        config: "TaskSelectorConfig | Mapping | str | None",  # None is `sequential`; a string is a selector type
+        config: "TaskSelectorConfig | Mapping | str | Callable | None",  # None is `sequential`
     ) -> "TaskSelectorConfig":
-        "A config from whatever a recipe holds."
-        if isinstance(config, (str, type(None))):
+        "A config from whatever a recipe holds: also a selector type alone."
+        if isinstance(config, (str, type(None))) or callable(config):
             config = {"selector_type": config}
         if isinstance(config, Mapping):
             config = {k: v for k, v in config.items() if v is not None}
@@ -236,20 +236,13 @@ class _ShuffleSelector(BaseSelector):
 # %% ../nbs/method/02_selectors.ipynb #e907bc23
 def make_selector(
     data_source,  # a taskset, an object with `.dataset`, or a dict of columns
-    config: TaskSelectorConfig
-    | Mapping
-    | str
-    | Callable
-    | None = None,  # None is `sequential`; a class, or a function (selector, batch_size)
+    # None is `sequential`; a class, or a function (selector, batch_size)
+    config: TaskSelectorConfig | Mapping | str | Callable | None = None,
 ) -> BaseSelector:
     "The selector a config names; a function becomes the `pick` of a selector. Nothing is imported by name."
-    config = (
-        config if isinstance(config, Mapping) or not callable(config) else {"selector_type": config}
-    )
-    own = config.get("selector_type") if isinstance(config, Mapping) else None
-    own = SELECTORS.resolve(own) if callable(own) else None
-    config = TaskSelectorConfig.of({**config, "selector_type": own[0]} if own else config)
-    name, kind = own or SELECTORS.resolve(config.selector_type)
+    config = TaskSelectorConfig.of(config)
+    name, kind = SELECTORS.resolve(config.selector_type)
+    config = replace(config, selector_type=name)
     if not isinstance(kind, type):
         check_call(kind, f"selector {name!r}", ("selector", "batch_size"))
         kind = type(name, (BaseSelector,), {"pick": kind})

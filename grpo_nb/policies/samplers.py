@@ -40,7 +40,6 @@ def _clean_and_noise(
     prediction: str,  # "x0", "eps", "v" (signal * eps - noise * x0) or "flow" (eps - x0)
 ) -> tuple[Tensor, Tensor]:  # x0, eps
     "Clean sample and noise that a prediction implies, given x = signal * x0 + noise * eps."
-    one_of("prediction", prediction, ("x0", "eps", "v", "flow"))
     a, b = per_row(signal, x), per_row(noise, x)
     if prediction == "x0":
         return output, (x - a * output) / b
