@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from test_trainer import RIGHT, weights
 
 from grpo_nb.collector import FilterCapError, GroupCollector
 from grpo_nb.core import group_stats
@@ -16,9 +17,7 @@ from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.stream import TaskStream
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
-from grpo_nb.verifiers import exact_answer
 
-RIGHT = exact_answer(extract="marker", marker="</think>")
 TASKS = Taskset.load(data_path("tasks/middle_train.jsonl"))[:1000]
 FILTER = ("filter_groups.enable=true", "filter_groups.log_format=null")
 
@@ -29,10 +28,6 @@ def make(*over, reward=RIGHT, tasks=TASKS, config=None, **kw):
     policy = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=10)
     rewards = reward if isinstance(reward, dict) else {"acc": reward}
     return GRPO(policy, tasks, rewards, config, **kw)
-
-
-def weights(trainer):
-    return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
 
 
 class Watched(TaskStream):
