@@ -19,7 +19,7 @@ import pytest
 
 from grpo_nb.cli import main
 from grpo_nb.files import Lock, RunLocked
-from grpo_nb.lab.budgets import Samples, Steps, Tokens
+from grpo_nb.lab.budgets import Samples, Steps
 from grpo_nb.lab.compare import compare
 from grpo_nb.lab.paired_statistics import verdict
 from grpo_nb.lab.recipe import load_config
@@ -122,17 +122,6 @@ def test_cpu_seconds_are_those_of_training(tmp_path):
 # what is finished, stored, interrupted, or dead
 
 
-def test_finished_runs_are_not_repeated_and_new_seeds_are_added(tmp_path):
-    first = contest(seeds=range(2), budget=Steps(3), dir=tmp_path)
-    COUNTS["made"] = 0
-    again = contest(seeds=range(2), budget=Steps(3), dir=tmp_path)
-    assert COUNTS["made"] == 0 and again.runs == first.runs
-    contest(seeds=range(4), budget=Steps(3), dir=tmp_path)
-    assert COUNTS["made"] == 4
-    contest(seeds=range(2), budget=Steps(4), dir=tmp_path)
-    assert COUNTS["made"] == 8
-
-
 def test_a_store_is_loaded_if_it_answers_the_question_and_else_trained_again(tmp_path, capsys):
     kw = {"seeds": range(2), "dir": tmp_path / "runs", "store": tmp_path / "s.json"}
     first = contest(budget=Steps(3), **kw)
@@ -230,12 +219,9 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
         assert not (tmp_path / "none").exists()
 
     refused("no variants", {})
-    refused("same for all", {"a": {"run": {"dir": "x"}}})
     grid = {"optimizer.lr": [1e-4]}
-    refused(r"overlap \(0\)", {"a": {}}, tune=grid, tune_seeds=[0])
     refused("optimizer.lrr", {"a": {}}, tune={"optimizer.lrr": [1e-4]})
     refused("tune sets 'steps'", {"a": {}}, tune={"steps": [3, 4]})
-    refused("number of steps", {"a": {"optimizer.schedule": "linear"}}, budget=Tokens(5))
     for wrong in (["a"], "a", 3, None, {"a": fake}, {1: {}}, {"a": {3: 1}}):
         refused("variants.* must be", wrong)
     for wrong in (500, "many", {"samples": 3, "steps": 4}):

@@ -454,7 +454,6 @@ def fitted(trainer, steps=None):
 
 
 CASES = {
-    "plain": {},
     "selector": {"tasks.selector": "thompson"},
     "filter": {"filter_groups.enable": True, "filter_groups.gen_batch_size": 3},
     "carry": {"filter_groups.enable": True, "filter_groups.surplus": "carry"},
