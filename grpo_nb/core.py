@@ -90,7 +90,7 @@ def _integer_ids(ids: Tensor | np.ndarray | Sequence) -> Tensor:  # (N,) int64
             f"Group ids must be integers or strings, of one kind, one id per sample; got {names}."
         )
     number = {key: i for i, key in enumerate(dict.fromkeys(ids))}
-    return torch.tensor([number[key] for key in ids])
+    return torch.from_numpy(np.fromiter(map(number.get, ids), np.int64, len(ids)))
 
 # %% ../nbs/method/00_core.ipynb #621ba9ae
 @dataclass(frozen=True)
