@@ -26,7 +26,7 @@ from grpo_nb.metrics import completion_metrics
 from grpo_nb.policies.diffusion import DiffusionPolicy
 from grpo_nb.policies.samplers import ddim_sampler, ddpm_sampler, flow_sampler
 from grpo_nb.trainer import GRPO
-from grpo_nb.update import UpdateConfig, check_on_policy, update
+from grpo_nb.update import check_on_policy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "studies"))
 from motion_beat import _beat_share, load_basic_motions  # noqa: E402
@@ -65,7 +65,6 @@ TASKS = [
     SimpleNamespace(prompt=f"task {i}", columns={"goal": [0.5 * i, 1.0, -1.0], "frames": 4 - i})
     for i in range(3)
 ]
-ADVANTAGE = torch.tensor([1.0, -1.0, 0.5, -0.5] * 3)
 
 
 def shifted(policy, by=0.05):
@@ -103,19 +102,6 @@ def test_gradient_agrees_with_finite_differences(name, reduce):
             flat[i] += 1e-5
             want = (up - down) / 2e-5
             assert g.view(-1)[i].item() == pytest.approx(want, rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize("scheme", ["fixed", "progressive"])
-@pytest.mark.parametrize("reduce", ["sum", "mean", "trajectory"])
-def test_zero_learning_rate_keeps_every_ratio_at_one(scheme, reduce):
-    p = make(reduce=reduce)
-    r = p.sample(TASKS, 4, seeded(0, "x"))
-    config = UpdateConfig(num_epochs=3, scheme=scheme, minibatch_size=8)
-    optimizer = torch.optim.SGD(p.parameters(), 0.0)
-    f = update(p, r, ADVANTAGE, optimizer, config, generator=seeded(0, "m")).frame()
-    assert (f["ratio/min"] - 1).abs().max() < 1e-5 and (f["ratio/max"] - 1).abs().max() < 1e-5
-    assert f["clip_ratio/region_mean"].max() == 0 and f["kl_old/exact"].max() < 1e-9
-    assert f["kl_old/k3"].max() < 1e-9 and (f["grad_norm"] > 0).all()
 
 
 @given(st.integers(1, 60), st.floats(1.0, 5.0))
