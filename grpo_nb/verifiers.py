@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -243,16 +245,11 @@ def exact_answer(
     def reward(completion, **columns):
         accepted = _accepted_answers(columns[column], column, find)
         found = _bare(find(completion, columns) or "")
-        right = any(_same_answer(found, x, ignore_case) for x in accepted)
-        return float(right) if accepted else None
+        form = str.casefold if ignore_case else str
+        same = lambda x: form(found) == form(x) or _same_quantity(_quantity(found), _quantity(x))
+        return float(any(map(same, accepted))) if accepted else None
 
     return reward
-
-
-def _same_answer(a: str, b: str, ignore_case: bool) -> bool:
-    "Equal text, or equal values."
-    same = a == b or ignore_case and a.casefold() == b.casefold()
-    return same or _same_quantity(_quantity(a), _quantity(b))
 
 # %% ../nbs/method/02_verifiers.ipynb #94a302bd
 _DENIED = re.compile(  # in the last clause: a bound or a denial is no answer
@@ -405,14 +402,8 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     (found, unit), (reference, wanted) = _without_unit(found), _without_unit(reference)
     several = [text.count(",") for text in (found, reference) if "\\{" not in text]  # 1,2 or 1,2,2
     lists = {bool(re.fullmatch(r"(\\left)? ?\[[^,]*\]", t)) for t in (found, reference)}  # [1] or 1
-    if (
-        unit
-        and wanted
-        and unit != wanted
-        or all(several)
-        and len({*several}) == 2
-        or lists == {0, 1}
-    ):
+    two_units = len({unit, wanted} - {""}) == 2
+    if two_units or all(several) and len({*several}) == 2 or lists == {0, 1}:
         return False
     pair = _quantity(found), _quantity(reference)
     base = lambda text: re.sub(r"_\{(\w+)\}", r"_\1", re.sub(r"(?<!\w) | (?!\w)", "", text))
@@ -430,11 +421,8 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     try:
         guess = None if not found or _is_prose(found) else _read_math(found, limit)
         return guess is not None and timeout(limit)(_same_math)(gold, guess, limit)
-    except (
-        Exception,
-        TimeoutException,
-    ):  # what cannot be read or compared in its limits is not equal
-        return False
+    except (Exception, TimeoutException):
+        return False  # what cannot be read or compared in its limits is not equal
 
 
 def _warm_up_math() -> None:
@@ -659,7 +647,8 @@ def reasoning_gym_score(
             scorers[name] = _gym_scorer(name)
         return metadata, scorers[name]
 
-    how = dict(own_process=True, warm_up=_warm_up_gym, check=scorer)
+    warm_up = partial(import_module, "reasoning_gym")  # it takes seconds
+    how = dict(own_process=True, warm_up=warm_up, check=scorer)
 
     @reward_function(name="reasoning_gym_score", needs=["answer"], **how)
     def reward(prompt, completion, metadata, **columns):
@@ -681,8 +670,3 @@ def _gym_value(score: Callable, answer: str | None, entry: Mapping) -> float:
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError):
         score(entry["answer"], entry)
         return 0.0
-
-
-def _warm_up_gym() -> None:
-    "The import takes seconds."
-    import reasoning_gym  # noqa: F401

@@ -396,7 +396,7 @@ BERT = dict(vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers
         (lambda p: open_stream(load_config(None, ["tasks.tasksets=[{path: 3}]"])), "needs a path"),
         (lambda p: open_policy({"engine": {"kind": "vllm"}}), "policy.engine: url must be text"),
         (lambda p: TokenPolicy(p.model, p.tokenizer, stop={"=": 1}), "stop=.* is not one token"),
-        (lambda p: TokenPolicy(copy.deepcopy(p.model).to("meta"), p.tokenizer), "are on meta: a policy needs all of them on one device"),
+        (lambda p: TokenPolicy(copy.deepcopy(p.model).to("meta"), p.tokenizer), "are on meta: load it on one device"),
         (lambda p: p.generate("1\ud800"), "Half a character"),
         (lambda p: TokenPolicy(p.model, p.tokenizer, temperature=float("inf")), "must be > 0 and finite"),
         (lambda p: TokenPolicy(p.model, p.tokenizer, stop=torch.tensor([5, 10**6])), "stop=1000000 is not one token"),

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent import futures
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -124,11 +125,8 @@ async def _answer(
     "What the server answers."
     import httpx
 
-    start, pause, where = (
-        time.monotonic(),
-        0.05,
-        f"The vLLM server at {hide_secrets(self.config.url)}",
-    )
+    start, pause = time.monotonic(), 0.05
+    where = f"The vLLM server at {hide_secrets(self.config.url)}"
     while True:
         try:
             r = await client.request("GET" if body is None else "POST", path, json=body)
@@ -212,9 +210,7 @@ def _check_tokenizer(self: VLLM, tokenizer) -> list[int]:
     asked = {"model": self.name, "prompt": text, "add_special_tokens": False}
     theirs = self._ask("/tokenize", asked)["tokens"]
     if ours != theirs:
-        k = next(
-            (k for k, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs))
-        )
+        k = [a == b for a, b in zip_longest(ours, theirs)].index(False)
         raise ValueError(
             f"The vLLM server has another tokenizer than the policy: of a probe's {len(ours)} tokens, number {k} differs. Start it with the "
             "model that is trained."
@@ -280,9 +276,8 @@ def _reload(self: VLLM, folder: Path, label: str):
         raise ServerLost(
             f"{e} Does the server see the folder {folder}? Name one that it sees in policy.engine.weights, and start it again."
         ) from None
-    used = lambda found: (
-        "" if (found or {}).get("success", True) else "is still busy with the prefix cache"
-    )
+    busy = "is still busy with the prefix cache"
+    used = lambda found: "" if (found or {}).get("success", True) else busy
     self._ask("/reset_prefix_cache", {}, lacks=used)
     self._ask("/update_weight_version", {"new_version": label})
     self._ask("/health", again=False)
@@ -307,9 +302,8 @@ def _lacking(found: Any, body: dict) -> str:
         ids, logps = c.get("token_ids"), (c.get("logprobs") or {}).get("token_logprobs")
         if not ids or c.get("finish_reason") not in ("stop", "length"):
             return f"gave a choice without tokens, or broken off ({c.get('finish_reason')})"
-        if len(logps or ()) != len(ids) or not all(
-            isinstance(x, float) and math.isfinite(x) for x in logps
-        ):
+        numbers = [x for x in logps or () if isinstance(x, float) and math.isfinite(x)]
+        if not len(numbers) == len(logps or ()) == len(ids):
             return f"gave {len(logps or ())} log-probs for {len(ids)} tokens"
         if ids[-1] not in body["stop_token_ids"] and len(ids) != body["max_tokens"]:
             return f"ended a choice after {len(ids)} tokens without a stop token"

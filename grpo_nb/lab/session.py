@@ -122,10 +122,6 @@ class _Session:
         return getattr(self.trainer.config, name, None) or kind()
 
     @property
-    def updating(self) -> bool:
-        return self.update_of == self.trainer.step_done
-
-    @property
     def to_resume(self) -> bool:
         "Whether the configuration names a run that `fit` is going to load."
         c = self.setting("run")
@@ -246,7 +242,7 @@ def on_collect(self: _Session, trainer: GRPO, rollout: Rollout):
 @patch
 def on_step_error(self: _Session, trainer: GRPO, error: BaseException):
     "Undo a batch; say what a broken update has left."
-    if self.updating:
+    if self.update_of == trainer.step_done:
         self._say_broken_off()
     elif self.undo is not None:
         self.undo()
@@ -458,11 +454,8 @@ def _portable(path: str) -> str:
 def _source(*tasksets: Any) -> str:
     "The file of a taskset, if that says everything; else what was passed."
     tasks, path = tasksets[0], getattr(getattr(tasksets[0], "rows", None), "path", None)
-    if (
-        len(tasksets) == 1
-        and path
-        and (tasks.prompt, tasks.rename, tasks.id) == ("prompt", {}, path.stem)
-    ):
+    as_named = path and (tasks.prompt, tasks.rename, tasks.id) == ("prompt", {}, path.stem)
+    if as_named and len(tasksets) == 1:
         return _portable(str(path))
     return f"<passed: {', '.join(map(_task_facts, tasksets))}>"
 
@@ -582,7 +575,7 @@ def save(
     session = self.session
     if session.half:
         raise ValueError(session.half)
-    if session.updating:
+    if session.update_of == self.step_done:
         raise ValueError(
             "A step is under way: save after it (on_step_end), or load the last checkpoint if it was broken off."
         )
@@ -592,11 +585,8 @@ def save(
             raise ValueError("Where to? Give save() a folder, or set run.dir.")
     state = self.state_dict()
     trained = leaves({k: state[k] for k in ("policy", "optimizer", "reference") if k in state})
-    if odd := [
-        k
-        for k, v in trained
-        if isinstance(v, (float, Tensor)) and not torch.as_tensor(v).isfinite().all()
-    ]:
+    numbers = ((k, torch.as_tensor(v)) for k, v in trained if isinstance(v, (float, Tensor)))
+    if odd := [k for k, v in numbers if not v.isfinite().all()]:
         raise CheckpointError(
             f"The state after step {self.step_done} is not finite ({', '.join(odd[:3])}), so it is not saved; "
             "the last checkpoint stays the newest."

@@ -348,8 +348,7 @@ def _unwrap_peft(model: nn.Module) -> nn.Module:
         held = {str(p.device) for p in model.parameters()}
         if len(held) > 1 or "meta" in held:
             raise ValueError(
-                f"The weights of this {type(model).__name__} are on {', '.join(sorted(held))}: a policy needs all of them on one "
-                "device, so load it without device_map."
+                f"The model's weights are on {' and '.join(sorted(held))}: load it on one device, without device_map."
             )
         return model
     inner = model.get_base_model()

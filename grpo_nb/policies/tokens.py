@@ -128,8 +128,8 @@ def _stop_ids(stop: int | str | list | None, model, tokenizer) -> list[int]:
     "Token ids of stops that are ids or texts."
     found, ids_of_model = [], range(model.config.get_text_config().vocab_size)
     stop = stop.tolist() if hasattr(stop, "tolist") else stop
-    given = [] if stop is None else [stop] if isinstance(stop, (str, int, Mapping)) else stop
-    for x in given if isinstance(given, Iterable) else [given]:
+    several = isinstance(stop, Iterable) and not isinstance(stop, (str, Mapping))
+    for x in stop if several else [] if stop is None else [stop]:
         ids = tokenizer(x, add_special_tokens=False).input_ids if isinstance(x, str) else [x]
         if len(ids) != 1 or isinstance(ids[0], bool) or ids[0] not in ids_of_model:
             raise ValueError(
