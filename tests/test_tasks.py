@@ -37,35 +37,15 @@ def write(tmp_path):
     return put
 
 
-def sources(tmp_path):
+def test_a_taskset_is_the_same_after_a_copy_and_behind_a_shuffled_hub(write):
     import datasets
 
-    (tmp_path / "rows.jsonl").write_text(TEXT)
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
-    hub = datasets.Dataset.from_list(ROWS)
-    return {
-        "jsonl": tmp_path / "rows.jsonl",
-        "parquet": tmp_path / "rows.parquet",
-        "table": pa.Table.from_pylist(ROWS),
-        "hub torch": hub.with_format("torch"),
-        "hub shuffled back": hub.select([2, 1, 0]).select([2, 1, 0]),
-    }
-
-
-def test_every_source_gives_the_same_tasks(tmp_path):
-    wanted = [
-        Task(r["prompt"], {k: r[k] for k in ("answer", "carries")}, "t", i)
-        for i, r in enumerate(ROWS)
-    ]
-    for kind, source in sources(tmp_path).items():
+    wanted = [Task(r["prompt"], {k: r[k] for k in ("answer", "carries")}, "t", i) for i, r in enumerate(ROWS)]  # fmt: skip
+    hub = datasets.Dataset.from_list(ROWS).select([2, 1, 0]).select([2, 1, 0])
+    for source in (write(TEXT), pa.Table.from_pylist(ROWS), hub):
         t = Taskset.load(source, name="t")
-        assert t[:] == wanted, kind
-        assert t.column("carries").tolist() == [0, 1, 0] and t.column("carries").dtype == np.int64
-        assert t.column("answer").tolist() == ["5", "15", "5"], kind
-        assert t.column("prompt").tolist() == [r["prompt"] for r in ROWS], kind
-        assert t.column_names == ["answer", "carries"]
-        for other in (pickle.loads(pickle.dumps(t)), copy.deepcopy(t)):
-            assert other[:] == wanted, kind
+        for other in (t, pickle.loads(pickle.dumps(t)), copy.deepcopy(t)):
+            assert other[:] == wanted and other.column("carries").dtype == np.int64
 
 
 @pytest.mark.parametrize(
@@ -73,7 +53,6 @@ def test_every_source_gives_the_same_tasks(tmp_path):
     [
         (b"", "no rows (0 bytes)"),
         (b"\xef\xbb\xbf", "no rows"),
-        (BYTES + b"[1]\n", "line 4: a row must be a JSON object with named fields, got list"),
         (BYTES + b"\n\nnull\n", "line 6: a row must be a JSON object"),
         (
             BYTES + b'{"prompt": "x"} {"prompt": "y"}\n',
@@ -82,7 +61,6 @@ def test_every_source_gives_the_same_tasks(tmp_path):
         (BYTES + b"\x00" * 64, "line 4: not valid JSON"),
         (TEXT.replace("\n", "\r").encode(), "line 1: not valid JSON"),
         (BYTES + b'{"answer": "5"}\n', "line 4: no field 'prompt'"),
-        (BYTES + b'{"prompt": null}\n', "line 4: a prompt is text"),
         (b'{"prompt": ' + b"[" * 50_000, "line 1: not valid JSON"),
     ],
 )
