@@ -52,7 +52,8 @@ class GroupedRewards:
     def normalise(self, x: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
         "(x - mean of the group) / (std of the group + eps); 0 where the group is constant."
         s = group_stats(x, self.groups, ddof)
-        z = _divide(s.distance, self.groups.expand(s.std.nan_to_num(0.0)), eps)
+        std = self.groups.expand(s.std.nan_to_num(0.0))
+        z = _divide(s.distance, std, eps)
         return torch.where(self.count(x) == 1, x / (1 + eps), z) if self.singleton == "raw" else z
 
     @property
