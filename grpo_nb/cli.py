@@ -7,6 +7,7 @@ __all__ = ['train', 'main']
 
 # %% ../nbs/07_cli.ipynb #2891421e
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
@@ -108,20 +109,6 @@ def _wind_up(trainer: GRPO, before: Scores | None) -> None:
     run.plot().savefig(run.dir / "plots.png", dpi=100)
     trainer.policy.save_pretrained(run.dir / "policy")
     say(f"Record, plots.png and the trained policy are in {run.dir}")
-
-# %% ../nbs/07_cli.ipynb #5e83de4f
-def _evaluate(
-    checkpoint: str | Path,  # or a run directory: its newest one
-    tasks: str | None = None,  # held-out tasks; None: those of the run
-    overrides: Sequence[str] = (),  # "eval.samples=4"
-) -> str:
-    "The held-out scores of a checkpoint as text."
-    other = [] if tasks is None else [f"tasks.eval={tasks}"]
-    trainer = GRPO.load(checkpoint, [*overrides, *other])
-    try:
-        return _score_table({f"step {trainer.step_done}": trainer.evaluate()})
-    finally:
-        trainer.rewards.close()
 
 # %% ../nbs/07_cli.ipynb #a14d3258
 _BLOCK = {
@@ -347,7 +334,10 @@ def _run_command(a: argparse.Namespace) -> int:
     elif a.command == "train":
         return 130 if train(a.recipe, a.overrides, a.library, a.processes).interrupted else 0
     elif a.command == "eval":
-        say(_evaluate(a.checkpoint, a.tasks, a.overrides))
+        held_out = [] if a.tasks is None else [f"tasks.eval={a.tasks}"]
+        trainer = GRPO.load(a.checkpoint, [*a.overrides, *held_out])
+        with contextlib.closing(trainer.rewards):
+            say(_score_table({f"step {trainer.step_done}": trainer.evaluate()}))
     elif a.command == "what-if":
         print(_what_if(a.run, a.advantage, a.filter))
     elif a.command == "parse-log":

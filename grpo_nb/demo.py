@@ -23,20 +23,16 @@ from .tasks import Task
 from .trainer import GRPO
 
 # %% ../nbs/06_demo.ipynb #d6de1038
-def _fan(policy) -> list:  # (60, 16, 2)
-    "Sixty paths to the goal (1, 0)."
-    east = [Task("reach (+1.00, +0.00)", {"goal": [1.0, 0.0]})]
-    return torch.stack(policy.sample(east, 60, seeded(0, "fan")).outputs).tolist()
-
-
 def judge_with_fan(
     trainer: GRPO,  # of a run in a study's folder
 ) -> dict[str, float]:
-    "Held-out scores; the folder of the run keeps a fan, and that of the study one from before training."
+    "Held-out scores; the folder of the run keeps sixty paths to (1, 0), and that of the study some from before training."
     run, seed = Path(trainer.config.run.dir), trainer.config.seed
     file = run.parent / "fan.json" if trainer.step_done else run.parents[1] / f"fan-{seed}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, json.dumps(_fan(trainer.policy)))
+    east = [Task("reach (+1.00, +0.00)", {"goal": [1.0, 0.0]})]
+    paths = torch.stack(trainer.policy.sample(east, 60, seeded(0, "fan")).outputs)  # (60, 16, 2)
+    write_atomic(file, json.dumps(paths.tolist()))
     return trainer.evaluate().metrics()
 
 # %% ../nbs/06_demo.ipynb #79f826fc

@@ -467,6 +467,8 @@ def test_real_runs_share_their_start_and_their_tasks(tmp_path):
     frame = study.frame()
     assert frame["n_rollouts_generated"].tolist() == [24, 24] and frame["step"].tolist() == [2, 2]
     assert frame["optimizer_steps"].tolist() == [2, 4]
+    states = {Run.open(p).status["state"] for p in tmp_path.glob("report-*/run")}
+    assert states == {"finished"}
     one, two = (r["curve"] for r in study.runs)
     assert one["reward"][1] == two["reward"][1]  # the first batch is the same
     assert one["eval_sampled"][0] == two["eval_sampled"][0]

@@ -158,7 +158,11 @@ def load_config(
         raise ValueError(
             f"{recipe} has Trinity-RFT's keys: train it with grpo-nb train --from trinity."
         )
-    return build_config(GRPOConfig, _with_verl_block(tree))
+    if set(tree.get("algorithm") or ()) == {"filter_groups"}:  # where verl has it
+        tree["filter_groups"] = tree.pop("algorithm")["filter_groups"]
+    if isinstance(tree.get("filter_groups"), Mapping):
+        tree["filter_groups"].pop("_target_", None)
+    return build_config(GRPOConfig, tree)
 
 # %% ../../nbs/lab/03_recipe.ipynb #752ed419
 # a resolver asks for something outside the file, unless its $ is escaped
@@ -206,15 +210,6 @@ def read_tree(
         raise ValueError(
             f"{recipe or 'overrides'} cannot be read: {' '.join(str(e).split())}"
         ) from None
-
-# %% ../../nbs/lab/03_recipe.ipynb #1a7f60da
-def _with_verl_block(tree: dict) -> dict:
-    "verl's place of `filter_groups` as ours."
-    if set(tree.get("algorithm") or ()) == {"filter_groups"}:
-        tree["filter_groups"] = tree.pop("algorithm")["filter_groups"]
-    if isinstance(tree.get("filter_groups"), Mapping):
-        tree["filter_groups"].pop("_target_", None)
-    return tree
 
 # %% ../../nbs/lab/03_recipe.ipynb #b0f12176
 @contextlib.contextmanager

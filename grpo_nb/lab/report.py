@@ -58,13 +58,10 @@ class Table:
     notes: Sequence[str] = ()
 
     @property
-    def lower(self) -> bool:
-        "Whether less is better."
-        return _is_lower(self.metric, self.study.spec.get("lower_is_better", ()))
-
-    @property
     def direction(self) -> str:
-        return "lower" if self.lower else "higher"
+        "What is better: lower or higher."
+        lower = self.study.spec.get("lower_is_better", ())
+        return "lower" if _is_lower(self.metric, lower) else "higher"
 
 # %% ../../nbs/lab/05_report.ipynb #1f96fec7
 def _span(value: float, low: float, high: float, form: str) -> str:
@@ -73,6 +70,12 @@ def _span(value: float, low: float, high: float, form: str) -> str:
         return ""
     return f"{value:{form}}" + ("" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]")
 
+
+def _in_share(found: Any, seen: Any) -> np.ndarray:
+    "A level with its interval, which ends at 0 and 1 where all that was seen lies between them."
+    seen = np.asarray(seen, float)
+    return np.clip(found, 0, 1) if seen.min() >= 0 and seen.max() <= 1 else np.asarray(found)
+
 # %% ../../nbs/lab/05_report.ipynb #f007dd9c
 def _row(table: "Table", name: str, scores: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
     "One variant in numbers."
@@ -80,12 +83,13 @@ def _row(table: "Table", name: str, scores: Mapping[str, Mapping[int, float]]) -
     mine, base, arms = scores[name], scores[baseline], len(scores) - 1
     runs = [r for r in study.reported if r["variant"] == name]
     d = [mine[s] - base[s] for s in mine if s in base] if name != baseline else []
-    sign = -1 if table.lower else 1
+    sign = -1 if table.direction == "lower" else 1
     none, pair = [math.nan] * 3, [sign * np.array(list(v.values())) for v in (mine, base)]
     row = {"variant": name, "n": len(mine), "failed": len(runs) - len(mine), "pairs": len(d)}
     row |= {k: runs[0]["overrides"].get(k) if runs else None for k in study.tuned}
+    value = t_interval(list(mine.values()), level)
     for what, found in (
-        ("value", t_interval(list(mine.values()), level)),
+        ("value", _in_share(value, list(mine.values())) if mine else value),
         ("difference", t_interval(d, joint_level(level, arms)) if d else none),
         ("better", improvement(*pair, level) if any(d) else none),  # of equal runs nothing
     ):
@@ -111,7 +115,7 @@ def _notes(table: "Table", scores: Mapping[str, Mapping[int, float]]) -> list[st
             f"Differences are paired by seed{both}; detectable: what these seeds would show in four of five studies; P({way}): "
             f"how often a run ends {way} than one of {table.baseline}."
         )
-    if table.lower:
+    if table.direction == "lower":
         out.append(f"Lower {table.metric} is better.")
     if least < 5:
         out.append(f"Only {least} {'seed' if least == 1 else 'seeds'}: no verdict.")
@@ -132,10 +136,10 @@ def _over_tasks(table: "Table") -> list[str]:
         return []
     base, level = by[table.baseline], joint_level(table.level, len(names) - 1)
     for name in names:
-        text = f"{name} {_span(*two_way_interval(list(by[name].values()), table.level), '.3f')}"
-        if (
-            d := [y - base[s] for s, y in by[name].items() if s in base]
-        ) and name != table.baseline:
+        scores = list(by[name].values())
+        text = f"{name} {_span(*_in_share(two_way_interval(scores, table.level), scores), '.3f')}"
+        d = [y - base[s] for s, y in by[name].items() if s in base and name != table.baseline]
+        if d:
             text += f", difference {_span(*two_way_interval(d, level), '+.3f')}"
         said.append(text)
     return [f"For other tasks as well as other seeds: {'; '.join(said)}."]
@@ -306,7 +310,7 @@ def _draw_runs(ax, runs, name: str, color: str):
         ax.plot(x, y, color=color, **({"lw": 0.5, "alpha": 0.35} if dense else points))
         ax.plot(x[-1:], y[-1:], ".", color=color, ms=4)
     at, y = _common_curve(runs)
-    bands = np.array([t_interval(v) for v in y.T])
+    bands = np.array([_in_share(t_interval(v), y) for v in y.T])
     ax.plot(at, bands[:, 0], color=color, label=_label_of(f"{name} ({len(runs)} seeds)"))
     if len(runs) > 1:
         ax.fill_between(at, bands[:, 1], bands[:, 2], color=color, alpha=0.15, lw=0)
@@ -330,9 +334,9 @@ def profile(
     at = np.linspace(every.min(), every.max(), 101)
     for i, row in table.frame.iterrows():
         color, x_NM = COLORS[i % len(COLORS)], np.array(by[row["variant"]], float)
-        mean, low, high = np.array([t_interval((x_NM > tau).mean(1)) for tau in at]).T
+        mean, low, high = np.array([t_interval((x_NM > tau).mean(1)) for tau in at]).T.clip(0, 1)
         left.plot(at, mean, color=color, label=_label_of(row["variant"]))
-        left.fill_between(at, low.clip(0), high.clip(max=1), color=color, alpha=0.15, lw=0)
+        left.fill_between(at, low, high, color=color, alpha=0.15, lw=0)
         right.plot([row["better_low"], row["better_high"]], [i, i], color=color)
         right.plot(row["better"], i, "o", color=color)
     left.set(xlabel=_label_of(table.metric), ylabel="share that scores more", ylim=(0, 1.02))
@@ -361,8 +365,9 @@ def gains(self: Study):
     for metric in self.score_names():
         for name, part in done.groupby("variant", sort=False):
             before, after = part[f"start_{metric}"].astype(float), part[metric].astype(float)
+            level = _span(*_in_share(t_interval(after), after), ".3f")
             row = {"score": metric.removeprefix("eval_"), "variant": name}
-            row |= {"before": f"{before.mean():.3f}", "after": _span(*t_interval(after), ".3f")}
+            row |= {"before": f"{before.mean():.3f}", "after": level}
             rows.append(row | {"gain": _span(*t_interval(after - before), "+.3f")})
     return pd.DataFrame(rows)
 
@@ -442,15 +447,6 @@ def _pictures(study: Study, variants: Sequence[str] | None) -> list[str]:
             out.append(embed(figure, about))
     return out
 
-# %% ../../nbs/lab/05_report.ipynb #26c2bda4
-def _runs_table(study: Study) -> str:
-    "Every reported run, failed ones too, as HTML."
-    frame = study.frame()
-    wanted = ["variant", "seed", "status", "ended", *study.tuned]
-    wanted += [c for k in study.score_names() for c in (f"start_{k}", k)]
-    wanted += "n_rollouts_generated tokens_generated optimizer_steps seconds cpu_seconds".split()
-    return _html(frame[[c for c in wanted if c in frame]])
-
 # %% ../../nbs/lab/05_report.ipynb #6bd3d6bc
 @patch
 def report(
@@ -465,6 +461,9 @@ def report(
     first, kw = self.table(**kw), {k: v for k, v in kw.items() if k != "metric"}
     others = [self.table(k, **kw) for k in self.score_names() if k != first.metric]
     tuned = ["variant", "seed", *self.tuned, self.spec["metric"], "chosen", "edge"]
+    frame, wanted = self.frame(), ["variant", "seed", "status", "ended", *self.tuned]
+    wanted += [c for k in self.score_names() for c in (f"start_{k}", k)]
+    wanted += "n_rollouts_generated tokens_generated optimizer_steps seconds cpu_seconds".split()
     trace = Markup("<p>{variant}, seed {seed}</p><pre>{error}</pre>").format_map
     traces = [trace(r) for r in self.reported if r["status"] != "done"]
     sections = {
@@ -474,7 +473,7 @@ def report(
         ],
         "What was compared": [_yaml({k: v for k, v in self.spec.items() if k != "functions"})],
         "Tuning": [_html(self.tuning()[tuned])] if self.spec["tune"] else [],
-        "Runs": [_runs_table(self)],
+        "Runs": [_html(frame[[c for c in wanted if c in frame]])],
         "Failed runs": traces,
         "Environment": [_yaml(self.environment)],
     }

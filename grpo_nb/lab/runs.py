@@ -48,6 +48,7 @@ from ..metrics import COUNTERS
 from .session import CheckpointConfig
 from .study import MEAN, UnknownMetric, check_metric
 from ..advantages import weights_by_name
+from ..callbacks import Paused
 from ..evaluate import evaluate as evaluate_policy
 from ..reward_runner import RewardRunner
 from ..rewards import passing_rewards
@@ -56,10 +57,6 @@ from ..trainer import GRPO
 # %% ../../nbs/lab/06_runs.ipynb #1b6aea24
 class FailedRun(Exception):
     "Nothing came of a run, or of all runs of a variant."
-
-
-class _BudgetSpent(Exception):
-    "Ends `fit` from a callback."
 
 # %% ../../nbs/lab/06_runs.ipynb #a67ec7dd
 def _numbers(row: Mapping) -> dict[str, float]:
@@ -104,14 +101,21 @@ class _Record:
         self.keep(own)
         for metric in self.metrics if len(self.rows) == 2 else ():
             check_metric(metric, self.rows[0].keys() | row.keys())
-        spent, every = self.budget.spent(row) >= self.budget.n, self.every
-        if spent or every and every.spent(row) // every.n > every.spent(last) // every.n:
+        if self.ended == "budget":
+            trainer.stop = getattr(trainer, "stop", None) or "the budget is spent"
+            raise Paused  # which ends `fit`
+        every = self.every
+        if every and every.spent(row) // every.n > every.spent(last) // every.n:
             scores = self.judge()
             row |= scores
             self.keep(own | scores)
-        if spent:
-            raise _BudgetSpent
         self.since = self.clock()
+
+    @property
+    def ended(self) -> str:
+        "What ends the run here: its budget, or else that there are no more tasks."
+        spent = len(self.rows) > 1 and self.budget.spent(self.rows[-1]) >= self.budget.n
+        return "budget" if spent else "tasks"
 
     def judge(self) -> dict:
         "Evaluate now."
@@ -137,23 +141,19 @@ def train(
     self: _Record,
     trainer,  # with fit(steps), history and callbacks; one that has a history goes on
     start: Mapping,  # scores before training
-) -> str:  # what ended the run: "budget" or "tasks"
+) -> str:  # what ended the run
     "Train until the budget is spent or there are no more tasks."
     self.rows = [{"step": 0, "cpu_seconds": 0.0} | dict.fromkeys(COUNTERS, 0) | dict(start)]
     kept = self.kept()
     for i, row in enumerate(trainer.history, 1):
         own = {"step": i, "cpu_seconds": self.rows[-1]["cpu_seconds"]}  # if it was not written down
         self.rows.append(_numbers(row) | own | kept.get(i, {}))
-    ended = "tasks"
-    if len(self.rows) > 1 and self.budget.spent(self.rows[-1]) >= self.budget.n:
-        ended = "budget"  # an earlier attempt has taken the last step
-    else:
+    if self.ended != "budget":  # else an earlier attempt has taken the last step
         trainer.callbacks.append(self)
         self.since = self.clock()
         try:
-            trainer.fit(10**9)
-        except _BudgetSpent:
-            return "budget"
+            with contextlib.suppress(Paused):
+                trainer.fit(10**9)
         finally:
             trainer.callbacks.remove(self)
         if getattr(trainer, "interrupted", None):  # by Ctrl-C, not because the tasks ended
@@ -161,7 +161,7 @@ def train(
     if len(self.rows) == 1:
         raise FailedRun(f"Nothing was trained: {getattr(trainer, 'stop', None) or 'no step'}")
     self.rows[-1] |= self.judge()
-    return ended
+    return self.ended
 
 # %% ../../nbs/lab/06_runs.ipynb #4d114d76
 def _run_config(
@@ -314,18 +314,6 @@ def _check_built(trainer, config: GRPOConfig, overrides: Mapping[str, Any]) -> N
                 "configuration that is passed in."
             )
 
-# %% ../../nbs/lab/06_runs.ipynb #932ea85f
-def _build_run(job: Job) -> tuple[Any, Callable[[], Any]]:
-    "The trainer of a job, and a function giving its held-out scores."
-    spec, dir = job.spec, job.dir and job.dir / "run"
-    overrides, options = _make_options(spec, job.overrides)
-    config = _run_config(job.base, overrides, job.seed, job.budget, dir, spec.threads)
-    trainer = (spec.make or GRPO.from_config)(config, **options)
-    _check_built(trainer, config, overrides | {"seed": job.seed})
-    if spec.evaluate:
-        return trainer, lambda: spec.evaluate(trainer)
-    return trainer, _judge(trainer, job.base, overrides)
-
 # %% ../../nbs/lab/06_runs.ipynb #c538783a
 def _start_scores(job: Job, evaluate: Callable[[], dict]) -> dict:
     "Scores before training: evaluated once for all variants that share seed, policy and judge."
@@ -348,11 +336,18 @@ def _start_scores(job: Job, evaluate: Callable[[], dict]) -> dict:
 # %% ../../nbs/lab/06_runs.ipynb #11d6b31a
 def _train_run(job: Job) -> dict:
     "Carry out a job in this process; errors are raised."
-    trainer, evaluate = _build_run(job)
+    spec, dir = job.spec, job.dir and job.dir / "run"
+    overrides, options = _make_options(spec, job.overrides)
+    config = _run_config(job.base, overrides, job.seed, job.budget, dir, spec.threads)
+    trainer = (spec.make or GRPO.from_config)(config, **options)
+    _check_built(trainer, config, overrides | {"seed": job.seed})
+    evaluate = lambda: spec.evaluate(trainer)
+    if spec.evaluate is None:
+        evaluate = _judge(trainer, job.base, overrides)
     with contextlib.closing(trainer) if hasattr(trainer, "close") else contextlib.nullcontext():
         start, dir = _start_scores(job, lambda: _scores_of(evaluate())), None
         # what is no held-out score waits for the first step
-        asked = (job.spec.metric, *job.spec.lower_is_better)
+        asked = (spec.metric, *spec.lower_is_better)
         for metric in asked:
             if metric.startswith(("eval_", MEAN)):
                 check_metric(metric, start)
@@ -365,13 +360,6 @@ def _train_run(job: Job) -> dict:
     curve = {k: [r.get(k) for r in record.rows] for k in names}
     by_task = {f"eval_{k}": [round(float(v), 5) for v in x_P] for k, x_P in record.by_task.items()}
     return {"ended": ended, "curve": curve, "by_task": by_task}
-
-# %% ../../nbs/lab/06_runs.ipynb #45ec1bfe
-def _short_trace(error: BaseException) -> str:
-    "The last twelve lines of a traceback, without folders."
-    text = "".join(traceback.format_exception(error))
-    text = re.sub(r'File "[^"]*[/\\]([^"/\\]+)"', r'File "\1"', text)
-    return "\n".join(text.strip().splitlines()[-12:])
 
 # %% ../../nbs/lab/06_runs.ipynb #4ac8f20a
 def _result_of(job: Job, **facts) -> dict:
@@ -395,8 +383,10 @@ def run_job(job: Job) -> dict:
         result = _result_of(job, **_train_run(job))
     except (UnknownMetric, RunLocked):  # of now, not of the run
         raise
-    except Exception as e:
-        result = _result_of(job, status="failed", error=_short_trace(e))
+    except Exception:  # its last lines, without folders
+        text = re.sub(r'File "[^"]*[/\\]([^"/\\]+)"', r'File "\1"', traceback.format_exc())
+        lines = text.strip().splitlines()[-12:]
+        result = _result_of(job, status="failed", error="\n".join(lines))
     finally:
         torch.set_num_threads(threads)
     if job.dir:

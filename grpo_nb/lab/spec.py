@@ -30,12 +30,9 @@ from .study import MEAN
 from ..trainer import _open_eval_tasks
 
 # %% ../../nbs/lab/07_spec.ipynb #57d486d0
-_SAME_FOR_ALL = tuple("seed threads steps max_seconds run eval tasks.eval tasks.prompt".split())
-
-
-def _same_for_all(key: str) -> bool:
-    "Whether a dotted key belongs to what all variants share."
-    return any(f"{key}.".startswith(f"{same}.") for same in _SAME_FOR_ALL)
+_SAME_FOR_ALL = tuple(
+    f"{k}." for k in "seed threads steps max_seconds run eval tasks.eval tasks.prompt".split()
+)
 
 # %% ../../nbs/lab/07_spec.ipynb #0e569da6
 def _open_base(base: str | Path | Mapping | list | GRPOConfig | None) -> GRPOConfig:
@@ -101,7 +98,7 @@ class Spec:
         self.tune = self.tune or {}
         asked = {f"Variant {name!r}": keys for name, keys in self.variants.items()}
         for who, keys in (asked | {"tune": self.tune}).items():
-            for key in filter(_same_for_all, keys):
+            for key in (k for k in keys if f"{k}.".startswith(_SAME_FOR_ALL)):
                 raise ValueError(
                     f"{who} sets {key!r}, which is the same for all variants: set it in the base, or through seeds, budget, "
                     "threads and dir."
