@@ -17,14 +17,13 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..config import check_number
-from ..files import free_path, pack, sha256, _to_disk, unpack
+from ..files import _installed, free_path, pack, sha256, _to_disk, unpack
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #493abb4f
 MANIFEST = "manifest.json"
@@ -129,11 +128,8 @@ def read_state(
 @cache
 def versions() -> dict[str, str]:
     "Versions that decide whether a continuation has the same bits."
-    found = {"python": platform.python_version()}
-    for name in ("grpo_nb", "torch", "transformers", "numpy"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    own = _installed(("grpo_nb", "torch", "transformers", "numpy"))
+    return {"python": platform.python_version()} | own
 
 
 def checkpoints(root: str | Path) -> list[Path]:

@@ -77,14 +77,6 @@ def make_figure(
         ax.tick_params(labelsize=9)
     return fig, list(axes[:n])
 
-# %% ../../nbs/lab/02_plots.ipynb #6439ccaf
-def _draw_line(ax, x, y, label: str, color: str) -> None:
-    "One line of one metric."
-    good = np.isfinite(x) & np.isfinite(y)
-    sparse = good.sum() < max(len(y) / 2, 2)
-    marks = {"marker": "o", "ms": 3} if sparse else {}
-    ax.plot(x[good], y[good], color=color, label=_label_of(label), lw=1.2, **marks)
-
 # %% ../../nbs/lab/02_plots.ipynb #e513ed22
 @dataclass
 class Panel:
@@ -112,7 +104,11 @@ def _draw_panel(ax, panel: Panel, x) -> None:
         names = map(_label_of, lines)
         ax.stackplot(x[good], *values[:, good], labels=names, colors=COLORS, alpha=0.7, lw=0)
     for i, (label, y) in enumerate(lines.items() if not panel.stacked else ()):
-        _draw_line(ax, x, y, label, COLORS[i % len(COLORS)])
+        good = np.isfinite(x) & np.isfinite(y)
+        sparse = good.sum() < max(len(y) / 2, 2)  # evaluations
+        look = {"marker": "o", "ms": 3} if sparse else {}
+        look |= {"label": _label_of(label), "color": COLORS[i % len(COLORS)]}
+        ax.plot(x[good], y[good], lw=1.2, **look)
         if label in panel.bands:
             half = np.asarray(panel.bands[label], float)
             ax.fill_between(x, y - half, y + half, color=COLORS[i % len(COLORS)], alpha=0.12, lw=0)

@@ -19,7 +19,6 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ from fastcore.basics import patch
 
 from ..config import one_of
 from ..files import Appender, Lock, RunLocked, free_path, hide_secrets, plain, read_jsonl
-from ..files import _json_line
-from ..files import secret_texts, writable, write_atomic
+from ..files import _installed, _json_line, secret_texts, writable, write_atomic
 from .frames import flat_keys, _metric_row, _rows_to_frame, _sample_rows
 
 # %% ../../nbs/lab/01_record.ipynb #a8cc0939
@@ -48,15 +46,7 @@ def _git_state(cwd: str | Path = ".") -> dict | None:
 _PACKAGES = (
     "grpo_nb torch numpy transformers tokenizers safetensors datasets accelerate peft trl verl vllm diffusers pandas "
     "pyarrow matplotlib scipy omegaconf wandb math-verify reasoning-gym"
-).split()
-
-
-def _packages() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+)
 
 # %% ../../nbs/lab/01_record.ipynb #54fd2470
 def environment(seeds: Any = None) -> dict:
@@ -73,7 +63,7 @@ def environment(seeds: Any = None) -> dict:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpus": len(affinity(0)) if affinity else os.cpu_count(),
-        "packages": _packages(),
+        "packages": _installed(_PACKAGES.split()),
         "seeds": plain(seeds, "seeds"),
         "torch": {
             "device": torch.cuda.get_device_name() if cuda else "cpu",

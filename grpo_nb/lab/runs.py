@@ -30,16 +30,7 @@ from fastcore.basics import patch
 
 from ..config import config_tree, override
 from ..core import Registry
-from grpo_nb.files import (
-    Appender,
-    RunLocked,
-    finite,
-    hide_secrets,
-    plain,
-    read_jsonl,
-    secret_texts,
-    write_atomic,
-)
+from ..files import RunLocked, finite, hide_secrets, plain, secret_texts, write_atomic
 from .budgets import Budget, Samples, Seconds, Steps
 from .frames import flat_keys
 from .recipe import GRPOConfig, open_rewards
@@ -76,7 +67,7 @@ def _scores_of(scores) -> dict[str, float]:
 
 # %% ../../nbs/lab/06_runs.ipynb #9e496133
 class _Record:
-    "The rows of a run, written by a callback of the trainer."
+    "The rows of a run; what it measures stands in the trainer's own rows as well, so that an interruption loses nothing."
 
     def __init__(
         self,
@@ -84,31 +75,29 @@ class _Record:
         budget: Budget,
         every: Budget | None = None,  # evaluate along the way
         metrics: Sequence[str] = (),  # have to be there after the first step
-        dir: Path | None = None,  # where scores and processor seconds survive an interruption
     ):
         self.evaluate, self.budget, self.every, self.metrics = evaluate, budget, every, metrics
-        self.scores = None if dir is None else Path(dir) / "scores.jsonl"
         # in a pool of threads the time of the process belongs to all runs together
         alone = threading.current_thread() is threading.main_thread()
         self.clock = time.process_time if alone else time.thread_time
         self.rows = []
 
     def __call__(self, trainer, row):
-        last, now = self.rows[-1], self.clock()
-        own = {"cpu_seconds": last["cpu_seconds"] + now - self.since}
-        row = _numbers(row) | own | {"step": len(self.rows)}
-        self.rows.append(row)
-        self.keep(own)
+        last, now, every = self.rows[-1], self.clock(), self.every
+        row["cpu_seconds"] = last["cpu_seconds"] + now - self.since
+        self.rows.append(mine := _numbers(row) | {"step": len(self.rows)})
         for metric in self.metrics if len(self.rows) == 2 else ():
             check_metric(metric, self.rows[0].keys() | row.keys())
         if self.ended == "budget":
             trainer.stop = getattr(trainer, "stop", None) or "the budget is spent"
-            raise Paused  # which ends `fit`
-        every = self.every
-        if every and every.spent(row) // every.n > every.spent(last) // every.n:
+            if not isinstance(
+                trainer, GRPO
+            ):  # which asks for `stop`, once the step is written down
+                raise Paused
+        elif every and every.spent(mine) // every.n > every.spent(last) // every.n:
             scores = self.judge()
             row |= scores
-            self.keep(own | scores)
+            mine |= scores
         self.since = self.clock()
 
     @property
@@ -123,18 +112,6 @@ class _Record:
         self.by_task = getattr(found, "by_task", {})
         return _scores_of(found)
 
-    def keep(self, found: Mapping):
-        "Write down beside the run's checkpoints what they do not hold."
-        if self.scores is not None:
-            self.scores.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.closing(Appender(self.scores)) as file:
-                file.write([finite({"step": len(self.rows) - 1, "scores": dict(found)})])
-
-    def kept(self) -> dict[int, dict]:
-        "What an earlier attempt has written, by step; a later line of a step counts."
-        there = self.scores is not None and self.scores.exists()
-        return {r["step"]: r["scores"] for r in read_jsonl(self.scores)[0]} if there else {}
-
 # %% ../../nbs/lab/06_runs.ipynb #81d02191
 @patch
 def train(
@@ -144,18 +121,18 @@ def train(
 ) -> str:  # what ended the run
     "Train until the budget is spent or there are no more tasks."
     self.rows = [{"step": 0, "cpu_seconds": 0.0} | dict.fromkeys(COUNTERS, 0) | dict(start)]
-    kept = self.kept()
     for i, row in enumerate(trainer.history, 1):
-        own = {"step": i, "cpu_seconds": self.rows[-1]["cpu_seconds"]}  # if it was not written down
-        self.rows.append(_numbers(row) | own | kept.get(i, {}))
+        before = {"cpu_seconds": self.rows[-1]["cpu_seconds"]}
+        self.rows.append(before | _numbers(row) | {"step": i})
     if self.ended != "budget":  # else an earlier attempt has taken the last step
-        trainer.callbacks.append(self)
+        told = getattr(trainer, "attached", trainer.callbacks)
+        told.insert(0, self)  # before the row is written down
         self.since = self.clock()
         try:
             with contextlib.suppress(Paused):
                 trainer.fit(10**9)
         finally:
-            trainer.callbacks.remove(self)
+            told.remove(self)
         if getattr(trainer, "interrupted", None):  # by Ctrl-C, not because the tasks ended
             raise KeyboardInterrupt
     if len(self.rows) == 1:
@@ -345,7 +322,7 @@ def _train_run(job: Job) -> dict:
     if spec.evaluate is None:
         evaluate = _judge(trainer, job.base, overrides)
     with contextlib.closing(trainer) if hasattr(trainer, "close") else contextlib.nullcontext():
-        start, dir = _start_scores(job, lambda: _scores_of(evaluate())), None
+        start = _start_scores(job, lambda: _scores_of(evaluate()))
         # what is no held-out score waits for the first step
         asked = (spec.metric, *spec.lower_is_better)
         for metric in asked:
@@ -353,8 +330,7 @@ def _train_run(job: Job) -> dict:
                 check_metric(metric, start)
         if job.dir and hasattr(trainer, "open_run"):
             trainer.open_run()  # loads what an earlier attempt has saved
-            dir = job.dir
-        record = _Record(evaluate, job.budget, job.eval_every, asked, dir)
+        record = _Record(evaluate, job.budget, job.eval_every, asked)
         ended = record.train(trainer, start)
     names = dict.fromkeys(k for r in record.rows for k in r)
     curve = {k: [r.get(k) for r in record.rows] for k in names}

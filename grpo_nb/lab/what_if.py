@@ -141,15 +141,12 @@ def what_if(
     frame = frame.rename(columns=stored).assign(reward=frame[names].sum(axis=1))
     for arm, config in arms.items():
         config = build_config(AdvantageConfig, config)
-        values = [_advantages(part, names, config) for _, part in frame.groupby("step", sort=False)]
+        values = []
+        for _, part in frame.groupby("step", sort=False):
+            x, groups = (torch.tensor(part[k].to_numpy()) for k in (names, "group"))
+            values.append(compute_advantages(x, groups, names, config).values.double().numpy())
         frame[arm] = np.concatenate(values)
     return WhatIf(frame, names, [*stored.values(), *arms], filter_groups or "reward")
-
-
-def _advantages(part, names: list[str], config: AdvantageConfig) -> np.ndarray:
-    "Advantages of the samples of one step."
-    x, groups = torch.tensor(part[names].to_numpy()), torch.tensor(part["group"].to_numpy())
-    return compute_advantages(x, groups, names, config).values.double().numpy()
 
 # %% ../../nbs/lab/03_what_if.ipynb #12379273
 @patch
@@ -209,25 +206,22 @@ def filtering(self: WhatIf):  # DataFrame, a row per step
     }
     return share.assign(**batches)
 
-# %% ../../nbs/lab/03_what_if.ipynb #d8a34b52
-def _plot_pair(ax, frame, x: str, y: str):
-    a, b = frame[x].to_numpy(), frame[y].to_numpy()
-    limit = 1.1 * np.nanmax(np.abs([a, b]), initial=1.0)
-    for sign in (-1, 1):
-        ax.fill_between([0, sign * limit], 0, -sign * limit, color="0.92", lw=0)
-    other = np.sign(a.round(6)) != np.sign(b.round(6))
-    ax.plot(a[~other], b[~other], "o", ms=4, alpha=0.4, color=COLORS[0], mew=0)
-    ax.plot(a[other], b[other], "o", ms=4, alpha=0.7, color=COLORS[1], mew=0)
-    ax.set(xlabel=f"advantage, {x}", ylabel=f"advantage, {y}")
-    ax.set(xlim=(-limit, limit), ylim=(-limit, limit))
-    ax.set_title(f"{other.mean():.0%} of the samples change sign", fontsize=9)
-
 # %% ../../nbs/lab/03_what_if.ipynb #5819c9dc
 @patch
 def plot(self: WhatIf):  # figure
     "Advantages of the first estimator against the last, and the states of the groups over the steps."
     fig, (left, right) = make_figure(2, 2, row_height=3.2)
-    _plot_pair(left, self.samples, self.estimators[0], self.estimators[-1])
+    x, y = self.estimators[0], self.estimators[-1]
+    a, b = self.samples[x].to_numpy(), self.samples[y].to_numpy()
+    limit = 1.1 * np.nanmax(np.abs([a, b]), initial=1.0)
+    for sign in (-1, 1):
+        left.fill_between([0, sign * limit], 0, -sign * limit, color="0.92", lw=0)
+    other = np.sign(a.round(6)) != np.sign(b.round(6))
+    left.plot(a[~other], b[~other], "o", ms=4, alpha=0.4, color=COLORS[0], mew=0)
+    left.plot(a[other], b[other], "o", ms=4, alpha=0.7, color=COLORS[1], mew=0)
+    left.set(xlabel=f"advantage, {x}", ylabel=f"advantage, {y}")
+    left.set(xlim=(-limit, limit), ylim=(-limit, limit))
+    left.set_title(f"{other.mean():.0%} of the samples change sign", fontsize=9)
     share = self.filtering()
     states = share[["varied", "all right", "all wrong"]]
     below = states.cumsum(axis=1) - states
