@@ -28,8 +28,7 @@ from .lab.filter_logs import format_summary, parse_filter_logs
 from .lab.recipe import GRPOConfig, load_config, read_tree
 from .files import RunLocked
 from .lab.frames import flat_keys
-from .lab.runs import FailedRun
-from .lab.spec import Spec
+from .lab.runs import FailedRun, Spec
 from .lab.study import Study, _listed
 from .lab.what_if import what_if
 from .processes import PeerError, _first_to_tell, join_processes, _leave_processes, say

@@ -24,8 +24,7 @@ from grpo_nb.lab.compare import compare
 from grpo_nb.lab.paired_statistics import verdict
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.record import Run
-from grpo_nb.lab.runs import FailedRun, run_job
-from grpo_nb.lab.spec import Spec, plan_runs
+from grpo_nb.lab.runs import FailedRun, Spec, plan_runs, run_job
 from grpo_nb.lab.study import Study
 from grpo_nb.statistics import two_way_interval
 from grpo_nb.tasks import data_path

@@ -19,7 +19,7 @@ from grpo_nb.config import build_config, describe, override
 from grpo_nb.lab.checkpoint import _check_seal, latest
 from grpo_nb.lab.frames import flat_keys
 from grpo_nb.lab.recipe import GRPOConfig, load_config, open_rewards
-from grpo_nb.lab.spec import Spec
+from grpo_nb.lab.runs import Spec
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.reward_runner import RewardRunner
 from grpo_nb.tasks import Taskset, data_path

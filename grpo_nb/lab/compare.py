@@ -26,8 +26,7 @@ from .frames import flat_keys
 from .plots import LivePlot, make_figure
 from .progress import display_mode
 from .record import environment
-from .runs import FailedRun, Job, digest, finished, _result_of, run_job
-from .spec import Spec, plan_runs
+from .runs import FailedRun, Job, Spec, digest, finished, plan_runs, _result_of, run_job
 from .study import KEEP, Study, at_the_edge, check_metric, final_score, _is_lower
 from ..processes import end_with_parent, say
 

@@ -93,10 +93,6 @@ class Run:
         self._files, self._mirrors, self._warned, self._secrets = {}, [], set(), []
         self._changed = {}  # keys of the configuration that are known to differ
         self._status, self._status_at = {}, 0.0
-        for path in self.dir.glob("*"):
-            ours = path.suffix in (".json", ".jsonl", ".yaml") or path.name == "lock"
-            if ours and not path.is_file():
-                raise ValueError(f"{path} is no plain file, and a run has one there: move it away.")
 
     @property
     def status(self) -> dict:
@@ -321,11 +317,6 @@ def _start(self: Run, new: bool = False) -> None:
         if not self._lock.is_locked:
             raise ValueError(f"Run {self.name!r} is closed; Run.open(dir) gives one that goes on.")
         return
-    other = (self.dir / "checkpoints").resolve().parent
-    if other != self.dir.resolve() and _is_run(other):
-        raise ValueError(
-            f"{self.dir / 'checkpoints'} leads into another run, {other}: move it away."
-        )
     lock = Lock(self.dir / "lock")
     lock.acquire()
     self._lock, self._status, self._new = lock, self.status, new
@@ -549,9 +540,6 @@ def truncate_after(
         file.close()
         rows, broken = read_jsonl(file.path)
         keep = [r for r in rows if type(r.get("step")) is int and r["step"] <= step]
-        if name == "metrics" and len(once := {r["step"]: r for r in keep}) < len(keep):
-            self.warn("twice", "metrics.jsonl has several rows of a step: the last one is kept")
-            keep = list(once.values())
         if n := len(rows) + len(broken) - len(keep):
             write_atomic(file.path, b"".join(map(_json_line, keep)))
             removed[name] = n
