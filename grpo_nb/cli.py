@@ -19,9 +19,9 @@ from fastcore.docments import docments
 
 from . import __version__
 from .config import check_number, describe, one_of, override
-from .demo import demo_report, judge_with_fan
+from .demo import _demo_report, _judge_with_fan
 from .evaluate import Scores
-from .files import free_path, hide_secrets, plain
+from .files import _free_path, hide_secrets, plain
 from .integrations.coming_from import read_settings
 from .lab.compare import compare
 from .lab.filter_logs import format_summary, parse_filter_logs
@@ -206,14 +206,14 @@ def _demo(dir: Path, overrides: Sequence[str] = (), **how) -> bool:  # whether i
     studies = {}
     os.environ["PYTHONWARNINGS"] = "ignore:scheme='reference' clips"  # one arm shows what it says
     for act, recipe, more in (
-        ("motion", "motion", {"evaluate": judge_with_fan}),
+        ("motion", "motion", {"evaluate": _judge_with_fan}),
         ("sums", "quickstart", {}),
     ):
         recipe = data_path(f"recipes/{recipe}.yaml")
         studies[act], report = _compare(recipe, overrides, dir=dir / act, **how, **more)
         if report is None:
             return False
-    say(demo_report(dir, **studies))
+    say(_demo_report(dir, **studies))
     return True
 
 # %% ../nbs/07_cli.ipynb #6312733f
@@ -349,7 +349,7 @@ def _run_command(a: argparse.Namespace) -> int:
     else:
         if a.command == "demo":
             workers = a.threads if a.workers is None else a.workers
-            dir = free_path(a.dir or "runs/demo", lambda x: (x / "report.html").exists())
+            dir = _free_path(a.dir or "runs/demo", lambda x: (x / "report.html").exists())
             finished = _demo(dir, a.overrides, workers=workers)
         else:
             how = {"dir": a.dir, "workers": a.workers, "threads": a.threads}

@@ -15,7 +15,7 @@ from ..config import one_of, override
 from .from_trinity import config_from_trinity
 from .from_trl import config_from_trl
 from .from_verl import config_from_verl
-from .settings import Reading, settings_tree
+from .settings import Reading, _settings_tree
 
 # %% ../../nbs/integrations/06_coming_from.ipynb #1211bd08
 _READERS = {"trl": config_from_trl, "verl": config_from_verl, "trinity": config_from_trinity}
@@ -41,7 +41,7 @@ def read_settings(
         for o in overrides
         if re.match(r"\+*(data|actor_rollout_ref|algorithm|trainer|critic)\.", o)
     ]
-    found = reader(settings_tree(path, theirs), **options)
+    found = reader(_settings_tree(path, theirs), **options)
     ours = [o for o in overrides if o not in theirs]
     known = {*found.taken.values(), *(o.partition("=")[0] for o in ours)}
     known |= {"tasks.train"} if "tasks.tasksets" in known else set()

@@ -15,10 +15,10 @@ from ..config import one_of
 from grpo_nb.integrations.settings import (
     Reading,
     Settings,
-    batch_text,
-    length_keys,
-    minibatch_keys,
-    settings_tree,
+    _batch_text,
+    _length_keys,
+    _minibatch_keys,
+    _settings_tree,
 )
 
 from ..lab.frames import flat_keys
@@ -50,19 +50,19 @@ def config_from_trinity(
     num_tasks: int | None = None,  # see `config_from_trl`
 ) -> Reading:
     "Trinity-RFT's settings as ours."
-    s = Settings(_flat_lists(settings_tree(settings)))
+    s = Settings(_flat_lists(_settings_tree(settings)))
     prompts, group = (
         s.take("buffer.batch_size", "train_batch_size", 1),
         s.take("algorithm.repeat_times", "num_generations", 8),
     )
     per_update = s.take("buffer.train_batch_size", "update.minibatch_size", prompts * group)
     ours: dict[str, Any] = {"train_batch_size": prompts, "num_generations": group}
-    ours |= minibatch_keys(prompts * group, per_update, group)
+    ours |= _minibatch_keys(prompts * group, per_update, group)
     notes: list[str] = []
     if (steps := s.take("buffer.total_steps", "steps")) is not None:
         ours["steps"] = steps
     else:
-        length_keys(ours, s.take("buffer.total_epochs", "tasks.epochs", 1.0), num_tasks, notes)
+        _length_keys(ours, s.take("buffer.total_epochs", "tasks.epochs", 1.0), num_tasks, notes)
     ours |= (
         _trinity_optimizer(s) | _trinity_loss(s) | _trinity_operators(s, notes) | _trinity_tasks(s)
     )
@@ -74,7 +74,7 @@ def config_from_trinity(
             f"sync_interval {lag}: there the sampler's weights are up to {lag} steps old, here never"
         )
     updates = -(-prompts * group // per_update)
-    return s.reading(ours, _TRINITY_REASONS, batch_text(prompts, group, updates), notes)
+    return s.reading(ours, _TRINITY_REASONS, _batch_text(prompts, group, updates), notes)
 
 # %% ../../nbs/integrations/05_from_trinity.ipynb #d19d6720
 def _flat_lists(tree: Mapping) -> dict[str, Any]:

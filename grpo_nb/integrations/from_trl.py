@@ -13,10 +13,10 @@ from grpo_nb.integrations.settings import (
     Reading,
     Settings,
     SCHEDULES,
-    as_dict,
-    batch_text,
-    length_keys,
-    minibatch_keys,
+    _as_dict,
+    _batch_text,
+    _length_keys,
+    _minibatch_keys,
     only,
 )
 
@@ -55,7 +55,7 @@ def config_from_trl(
     | None = None,  # tasks of the data, where epochs or shares of the run are to become steps
 ) -> Reading:
     "TRL's settings as ours; ValueError if they start no run there."
-    s = Settings(as_dict(settings))
+    s = Settings(_as_dict(settings))
     prompts, group, per_update, updates = _trl_batch(s, processes)
     ours: dict[str, Any] = {
         "train_batch_size": prompts,
@@ -63,13 +63,13 @@ def config_from_trl(
         "seed": 42 if (seed := s.take("seed", "seed")) is None else seed,  # 0 is one, too
     }
     ours |= {"update.num_epochs": s.take("num_iterations", "update.num_epochs", 1)}
-    ours |= minibatch_keys(prompts * group, per_update, group)
+    ours |= _minibatch_keys(prompts * group, per_update, group)
     notes = []
     steps = _trl_length(s, ours, updates, num_tasks, notes)
     ours |= _trl_optimizer(s, steps) | _trl_loss(s) | _trl_policy(s)
     ours["advantage.mode"] = _trl_advantage(s)
     ours["advantage.weights"] = s.take("reward_weights", "advantage.weights")
-    return s.reading(ours, _TRL_REASONS, batch_text(prompts, group, updates), notes)
+    return s.reading(ours, _TRL_REASONS, _batch_text(prompts, group, updates), notes)
 
 # %% ../../nbs/integrations/05_from_trl.ipynb #c6933074
 def _trl_batch(s: Settings, processes: int) -> tuple[int, int, int, int]:
@@ -111,7 +111,7 @@ def _trl_length(
         ours["steps"] = max(int(most) // updates, 1)
         notes.append(f"max_steps={most:g} optimizer steps are {ours['steps']} rollouts")
         return ours["steps"]
-    return length_keys(ours, s.take("num_train_epochs", "tasks.epochs", 3.0), num_tasks, notes)
+    return _length_keys(ours, s.take("num_train_epochs", "tasks.epochs", 3.0), num_tasks, notes)
 
 # %% ../../nbs/integrations/05_from_trl.ipynb #9e9ca13a
 def _trl_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:

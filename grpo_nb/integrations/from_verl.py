@@ -15,11 +15,11 @@ from grpo_nb.integrations.settings import (
     Reading,
     Settings,
     SCHEDULES,
-    batch_text,
-    length_keys,
-    minibatch_keys,
+    _batch_text,
+    _length_keys,
+    _minibatch_keys,
     only,
-    settings_tree,
+    _settings_tree,
 )
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #d2f0e11d
@@ -51,19 +51,19 @@ def config_from_verl(
     num_tasks: int | None = None,  # see `config_from_trl`
 ) -> Reading:
     "verl's settings as ours."
-    s = Settings(settings_tree(settings, overrides))
+    s = Settings(_settings_tree(settings, overrides))
     ours, updates = _verl_batch(s)
     notes = []
     if (steps := s.take("trainer.total_training_steps", "steps")) is not None:
         s.leave("total_training_steps is given and decides", "trainer.total_epochs")
         ours["steps"] = steps
     else:
-        steps = length_keys(
+        steps = _length_keys(
             ours, s.take("trainer.total_epochs", "tasks.epochs", 30.0), num_tasks, notes
         )
     ours |= _verl_data(s) | _verl_optimizer(s, steps) | _verl_loss(s) | _verl_policy(s)
     ours |= _verl_filter(s, notes) | _verl_advantage(s) | _verl_kl_in_reward(s) | _verl_overlong(s)
-    batch = batch_text(ours["train_batch_size"], ours["num_generations"], updates)
+    batch = _batch_text(ours["train_batch_size"], ours["num_generations"], updates)
     return s.reading(ours, _VERL_REASONS, batch, notes)
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #605a7b3f
@@ -80,7 +80,9 @@ def _verl_batch(s: Settings) -> tuple[dict[str, Any], int]:
         )
     epochs = s.take(f"{_ACTOR}.ppo_epochs", "update.num_epochs", 1)
     ours = {"train_batch_size": prompts, "num_generations": group, "update.num_epochs": epochs}
-    return ours | minibatch_keys(prompts * group, mini * group, group), -(-prompts // mini) * epochs
+    return ours | _minibatch_keys(prompts * group, mini * group, group), -(
+        -prompts // mini
+    ) * epochs
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #0c2dce56
 def _verl_data(s: Settings) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from ..config import check_number
-from ..files import _installed, free_path, pack, sha256, _to_disk, unpack
+from ..files import _installed, _free_path, pack, sha256, _to_disk, unpack
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #493abb4f
 MANIFEST = "manifest.json"
@@ -169,7 +169,7 @@ def _write_checkpoint(
         finite = {k: v for k, v in (metrics or {}).items() if v is not None and math.isfinite(v)}
         order = 1 + (_manifest(known[0])["order"] if known else 0)
         about = {"step": step, "order": order, "metrics": finite, "versions": versions()}
-        return _seal(new, free_path(root / f"step_{step:08d}"), about)
+        return _seal(new, _free_path(root / f"step_{step:08d}"), about)
     except OSError as e:
         raise CheckpointError(f"The checkpoint of step {step} could not be written: {e}.") from e
     finally:

@@ -26,7 +26,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..config import one_of
-from ..files import Appender, Lock, RunLocked, free_path, hide_secrets, plain, read_jsonl
+from ..files import Appender, Lock, RunLocked, _free_path, hide_secrets, plain, read_jsonl
 from ..files import _installed, _json_line, secret_texts, writable, write_atomic
 from .frames import flat_keys, _metric_row, _rows_to_frame, _sample_rows
 
@@ -443,7 +443,7 @@ def _free_folder(dir: Path, if_exists: str) -> Path:
             "run.if_exists=number, or another run.dir."
         )
     taken = lambda path: _is_run(path) or (path / "lock").exists()
-    return free_path(dir, taken) if if_exists == "number" else dir
+    return _free_path(dir, taken) if if_exists == "number" else dir
 
 # %% ../../nbs/lab/01_record.ipynb #e442e656
 @patch
