@@ -18,7 +18,7 @@ from typing import Any
 from fastcore.docments import docments
 
 from . import __version__
-from .config import check_number, describe, one_of, override
+from .config import describe, one_of, override
 from .demo import _demo_report, _judge_with_fan
 from .evaluate import Scores
 from .files import _free_path, hide_secrets, plain
@@ -29,7 +29,7 @@ from .lab.recipe import GRPOConfig, load_config, read_tree
 from .files import RunLocked
 from .lab.frames import flat_keys
 from .lab.runs import FailedRun, Spec
-from .lab.study import Study, _listed
+from .lab.study import Study
 from .lab.what_if import what_if
 from .processes import PeerError, _first_to_tell, join_processes, _leave_processes, say
 from .tasks import data_path
@@ -176,14 +176,10 @@ def _compare(
     title = str(block.pop("title", "Comparison"))
     shown = {k: block.pop(k) for k in ("baseline", "margin") if k in block}
     dir = Path(block["dir"])
-    check_number("compare.workers", block["workers"], 1, whole=True)
     try:
-        spec = Spec(base=config, **{k: v for k, v in block.items() if k != "workers"})
+        study = compare(base=config, **block)
     except ValueError as e:  # with the key as it is written in the recipe
         raise ValueError(f"compare.{e}" if str(e).split()[0] in block else str(e)) from None
-    seeds = ", ".join(map(str, spec.seeds))
-    say(f"{title}: {_listed(spec.variants)}; seeds {seeds}; {spec.budget} per run")
-    study = compare(base=config, **block)
     study.save(dir / "study.json")
     return study, None if study.unfinished else _show(study, dir, title, shown)
 

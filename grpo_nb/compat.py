@@ -57,9 +57,7 @@ def sample_with_trajectory(
     return found | {"log_prob": r.old_logp_NS, "rollout": r}
 
 
-get_batch_log_prob = (
-    DiffusionPolicy.logp
-)  # (policy, rollout); `.sum(1)` is what the original returned
+get_batch_log_prob = DiffusionPolicy.logp  # its `.sum(1)` is what the original returned
 
 # %% ../nbs/07_compat.ipynb #4ef71bb0
 compute_group_advantages = grpo  # siblings need not stand together

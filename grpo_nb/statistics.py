@@ -28,7 +28,6 @@ def t_interval(
 # %% ../nbs/ground/00_statistics.ipynb #04d3e5aa
 def interval(
     values,  # (P,) one score per task; NaN: no score
-    seed: int = 0,
 ) -> tuple[float, float, float]:  # mean, low, high
     "Mean over tasks and its 95 % percentile-bootstrap interval (2000 resamples); one task alone counts as sure."
     from scipy.stats import bootstrap
@@ -38,7 +37,7 @@ def interval(
     mean = float(x.mean()) if len(x) else math.nan
     if not len(x) or x.min() == x.max():
         return mean, mean, mean
-    how = {"n_resamples": 2000, "method": "percentile", "rng": np.random.default_rng(seed)}
+    how = {"n_resamples": 2000, "method": "percentile", "rng": np.random.default_rng(0)}
     low, high = bootstrap((x,), np.mean, **how).confidence_interval
     return mean, float(low), float(high)
 

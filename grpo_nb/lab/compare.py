@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from .plots import LivePlot, make_figure
 from .progress import display_mode
 from .record import environment
 from .runs import FailedRun, Job, Spec, _digest, finished, plan_runs, _result_of, run_job
-from .study import KEEP, Study, at_the_edge, _check_metric, _final_score, _is_lower
+from .study import KEEP, Study, at_the_edge
+from .study import _check_metric, _final_score, _is_lower, _listed
 from ..processes import end_with_parent, say
 
 # %% ../../nbs/lab/08_compare.ipynb #00375e40
@@ -71,15 +72,14 @@ class Workers(ThreadPoolExecutor):
             pool.shutdown(kill_workers=kill)
 
 # %% ../../nbs/lab/08_compare.ipynb #9866377e
-def _wait_for(executor: Executor, job: Job, futures: dict, tries: int = 3) -> dict:
+def _wait_for(executor: Executor, job: Job, futures: dict) -> dict:
     "The result of a job; a run that was lost with its worker is carried out again."
-    for left in reversed(range(tries)):
+    for left in (2, 1, 0):
         try:
             return futures[job.key].result()
         except Exception as e:
-            if (
-                not left or not futures or isinstance(e, ValueError)
-            ):  # the last try, the end, no loss
+            # the last try, the end, no loss
+            if not left or not futures or isinstance(e, ValueError):
                 raise
             futures[job.key] = executor.submit(run_job, job)
 
@@ -142,11 +142,17 @@ def _warn_of_edges(spec: Spec, chosen: Mapping[str, Mapping]) -> None:
 
 # %% ../../nbs/lab/08_compare.ipynb #b1a79acc
 class _Reporter:
-    "A line per finished run."
+    "What is planned, and a line per finished run."
 
     def __init__(self, spec: Spec, total: int):
         self.spec, self.total, self.on = spec, total, display_mode() != "quiet"
         self.found, self.done, self.begun = 0, 0, time.monotonic()
+        seeds = ", ".join(map(str, spec.seeds))
+        self.say(f"{_listed(spec.variants)}; seeds {seeds}; {spec.budget} per run")
+
+    def say(self, text: str) -> None:
+        if self.on:
+            say(text)
 
     def __call__(self, run: Mapping) -> None:
         self.done += 1
@@ -159,8 +165,7 @@ class _Reporter:
         said = f"{self.spec.metric} {_final_score(run, self.spec.metric):.3f}"
         if run["status"] != "done":
             said = f"failed: {run['error'].strip().splitlines()[-1]}"
-        if self.on:
-            say(f"[{at}/{self.total}] {name}: {said}   ({left:.0f} s left)")
+        self.say(f"[{at}/{self.total}] {name}: {said}   ({left:.0f} s left)")
 
 # %% ../../nbs/lab/08_compare.ipynb #11fec002
 @contextmanager
@@ -195,12 +200,12 @@ def _runs_so_far(jobs: Sequence[Job]) -> list[dict]:
     "What the records of the runs hold by now, as results."
     found = []
     for job in jobs:
-        rows, names = [], ("n_rollouts_generated", "reward")
-        with suppress(OSError):
-            rows = read_jsonl(job.dir / "run" / "metrics.jsonl")[0]
-        curve = {k: [r.get(k) for r in rows] for k in names}
-        facts = {"phase": "report", "variant": job.variant, "seed": job.seed, "curve": curve}
-        found += [facts | {"overrides": {}}] if len(rows) > 1 else []
+        file = job.dir / "run" / "metrics.jsonl"
+        rows = read_jsonl(file)[0] if file.exists() else []
+        if len(rows) > 1:
+            curve = {k: [r.get(k) for r in rows] for k in ("n_rollouts_generated", "reward")}
+            told = {"variant": job.variant, "seed": job.seed, "overrides": {}, "curve": curve}
+            found.append(told | {"phase": "report"})
     return found
 
 # %% ../../nbs/lab/08_compare.ipynb #ee1a7360

@@ -95,9 +95,7 @@ class _Record:
             _check_metric(metric, self.rows[0].keys() | row.keys())
         if self.ended == "budget":
             trainer.stop = getattr(trainer, "stop", None) or "the budget is spent"
-            if not isinstance(
-                trainer, GRPO
-            ):  # which asks for `stop`, once the step is written down
+            if not isinstance(trainer, GRPO):  # which asks for `stop` when the step is written
                 raise Paused
         elif every and every.spent(mine) // every.n > every.spent(last) // every.n:
             scores = self.judge()
@@ -256,9 +254,8 @@ def _digest(value) -> str:
     return hashlib.sha256(json.dumps(hide_secrets(value), sort_keys=True).encode()).hexdigest()[:12]
 
 # %% ../../nbs/lab/06_runs.ipynb #dc45dc12
-REWARD_KEYS = re.compile(
-    r"rewards|advantage\.(weights|scales)|eval\.passed"
-)  # what changes the reward
+# what changes the reward
+REWARD_KEYS = re.compile(r"rewards|advantage\.(weights|scales)|eval\.passed")
 
 
 def _judge(trainer, base: GRPOConfig, overrides: Mapping[str, Any]) -> Callable[[], Any]:
@@ -544,10 +541,7 @@ def _whole_source(function: Callable, seen: tuple = ()) -> str:
 
     try:
         inspect.getsource(function)
-    except (
-        OSError,
-        TypeError,
-    ):  # an object that can be called, a partial, a function without a file
+    except (OSError, TypeError):  # an object that can be called, a partial, without a file
         return f"{_source(function)} {hashlib.sha256(cloudpickle.dumps(function)).hexdigest()}"
     own = vars(function) if inspect.isclass(function) else {function.__name__: function}
     uses = {k: v for k, v in own.items() if not k.startswith("__") and not inspect.isfunction(v)}

@@ -239,14 +239,14 @@ def tuning(self: Study):
 
 # %% ../../nbs/lab/04_study.ipynb #4c5f2e20
 @patch
-def certainty(self: Study, resamples: int = 2000, seed: int = 0) -> dict[str, float]:  # by variant
+def certainty(self: Study) -> dict[str, float]:  # by variant
     "In which share of resampled tuning seeds a variant chooses what it has chosen."
-    frame, metric, rng, out = self.tuning(), self.spec["metric"], np.random.default_rng(seed), {}
+    frame, metric, rng, out = self.tuning(), self.spec["metric"], np.random.default_rng(0), {}
     sign = -1 if _is_lower(metric, self.spec.get("lower_is_better", ())) else 1
     for name, runs in frame.groupby("variant", sort=False):
         runs = runs.assign(value=[str(x) for x in zip(*(runs[k] for k in self.tuned))])
         score_SV = sign * runs.pivot(index="seed", columns="value", values=metric)
-        drawn = rng.integers(len(score_SV), size=(resamples, len(score_SV)))
+        drawn = rng.integers(len(score_SV), size=(2000, len(score_SV)))
         means = score_SV.fillna(-np.inf).to_numpy()[drawn].mean(1).round(9)  # ties are ties
         best = score_SV.columns.get_loc(runs.loc[runs["chosen"], "value"].iloc[0])
         out[name] = float((means.argmax(1) == best).mean())
