@@ -183,17 +183,10 @@ def _leave_processes() -> None:
         dist.destroy_process_group()
 
 
-_OTHER_LAUNCHERS = (
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "MV2_COMM_WORLD_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-)
-
-
 def _refuse_strangers():
     "Error if a launcher has started several processes, or meant to, that do not know of each other."
-    sizes = {name: int(os.environ.get(name) or 1) for name in _OTHER_LAUNCHERS}
+    theirs = "OMPI_COMM_WORLD_SIZE PMI_SIZE MV2_COMM_WORLD_SIZE SLURM_STEP_NUM_TASKS"
+    sizes = {name: int(os.environ.get(name) or 1) for name in theirs.split()}
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # accelerate launch starts one process on a CPU
         with contextlib.suppress(OSError):
             asked = Path(f"/proc/{os.getppid()}/cmdline").read_text()

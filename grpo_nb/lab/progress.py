@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .frames import KL_OLD
 from ..processes import say
 
 # %% ../../nbs/lab/01_progress.ipynb #d2ea5584
@@ -26,15 +27,8 @@ def display_mode() -> str:
     return "terminal" if sys.stderr is not None and sys.stderr.isatty() else "lines"
 
 # %% ../../nbs/lab/01_progress.ipynb #a4ef687e
-_GLANCE = {
-    "reward": "reward",
-    "frac_reward_zero_std": "dead",
-    "kl": "kl",
-    "kl_old/k3": "kl_old",
-    "kl_old/exact": "kl_old",
-    "upd/kl_old": "kl_old",
-    "step_time": "s",
-}
+_GLANCE = {"reward": "reward", "frac_reward_zero_std": "dead", "kl": "kl"}
+_GLANCE |= dict.fromkeys(reversed(KL_OLD), "kl_old") | {"step_time": "s"}
 
 
 def _glance(metrics: Mapping[str, Any]) -> dict[str, str]:

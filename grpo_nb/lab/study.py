@@ -27,11 +27,8 @@ MEAN = "mean_"  # mean_X is the mean of X over all evaluations of a run, from be
 
 def held_out(curve: Mapping[str, Sequence]) -> list[str]:
     "The held-out scores of a curve: what is known before training."
-    return [
-        k
-        for k, v in curve.items()
-        if v[0] is not None and k not in ("step", "cpu_seconds", *COUNTERS)
-    ]
+    counted = ("step", "cpu_seconds", *COUNTERS)
+    return [k for k, v in curve.items() if v[0] is not None and k not in counted]
 
 # %% ../../nbs/lab/04_study.ipynb #c5eaeb4d
 def _final_score(run: Mapping, metric: str) -> float:
