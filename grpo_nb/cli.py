@@ -25,7 +25,7 @@ from .files import _free_path, hide_secrets, plain
 from .integrations.coming_from import read_settings
 from .lab.compare import compare
 from .lab.filter_logs import format_summary, parse_filter_logs
-from .lab.recipe import GRPOConfig, load_config, read_tree
+from .lab.recipe import GRPOConfig, load_config, _read_recipe
 from .files import RunLocked
 from .lab.frames import flat_keys
 from .lab.runs import FailedRun, Spec
@@ -151,7 +151,7 @@ def _open_block(
     from omegaconf import OmegaConf
 
     config = load_config(recipe, [o for o in overrides if not o.startswith("compare.")])
-    tree = OmegaConf.create(read_tree(recipe).get("compare") or {})
+    tree = OmegaConf.create(_read_recipe(recipe).get("compare") or {})
     for o in overrides:
         if o.startswith("compare."):
             new = OmegaConf.from_dotlist([o.removeprefix("compare.")])

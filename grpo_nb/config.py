@@ -324,7 +324,7 @@ def accepts(hint: Any) -> str:
     if args and typing.get_origin(hint) in (list, tuple):
         return f"list of {accepts(args[0])}"
     words = {dict: "a mapping {key: value}", str: "text", list: "a list", bool: "true or false"}
-    words |= {Callable: "a function"}
+    words |= {Callable: "a function", Any: "value"}
     return words.get(hint) or getattr(hint, "__name__", str(hint))
 
 # %% ../nbs/ground/00_config.ipynb #52882a6a

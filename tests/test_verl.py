@@ -39,7 +39,7 @@ def test_advantages_of_recorded_batches(mode):
     assert data.non_tensor_batch
     rewards, mask = map(torch.tensor, CALLS["advantage_inputs"])
     how = {"gdpo_reward_keys": ["acc", "fmt"], "gdpo_reward_weights": [1.0, 0.5]}
-    got, _ = inside.make_estimator(mode)(rewards, mask, columns["uid"], how)
+    got, _ = inside._make_estimator(mode)(rewards, mask, columns["uid"], how)
     want = torch.tensor(CALLS["advantages"][mode])
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
     assert np.isnan(columns["fmt"].astype(float)).any()
@@ -53,7 +53,7 @@ def test_losses_of_recorded_calls_are_verl_s_own(name, monkeypatch):
         monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
     monkeypatch.setitem(sys.modules, core.__name__, core)
     old, logp, advantages, mask = map(torch.tensor, CALLS["loss_inputs"])
-    got, metrics = inside.make_loss(name)(old, logp, advantages, mask, "token-mean", Actor)
+    got, metrics = inside._make_loss(name)(old, logp, advantages, mask, "token-mean", Actor)
     assert got.item() == pytest.approx(CALLS["losses"][name], abs=1e-6)
     assert set(metrics) == {"actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl"}
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..config import accepts, check_number, config_tree, override
 from ..lab.frames import flat_keys
-from ..lab.recipe import GRPOConfig, read_tree, _at
+from ..lab.recipe import GRPOConfig, _read_recipe, _at
 
 # %% ../../nbs/integrations/04_settings.ipynb #ed9a75eb
 @dataclass
@@ -183,7 +183,7 @@ def _settings_tree(settings: Any, overrides: Sequence[str] = ()) -> dict:
             raise ValueError(
                 f"No settings at {str(settings)!r}: give a YAML file or a shell script."
             )
-        settings = _command_line(path.read_text()) if path.suffix == ".sh" else read_tree(path)
+        settings = _command_line(path.read_text()) if path.suffix == ".sh" else _read_recipe(path)
     if isinstance(settings, Sequence):
         settings = _pairs(settings)
     if not isinstance(settings, Mapping):

@@ -174,16 +174,15 @@ def _live_curves(spec: Spec, jobs: Sequence[Job]):
     over = threading.Event()
 
     def draw():
-        fig, (ax,) = make_figure(row_height=3.0)
-        return Study(spec.tree(), _runs_so_far(jobs)).plot("rollouts", "reward", ax=ax)
+        if runs := _runs_so_far(jobs):
+            fig, (ax,) = make_figure(row_height=3.0)
+            return Study(spec.tree(), runs).plot("rollouts", "reward", ax=ax)
 
     def watch():
         live = LivePlot(draw)
         while not over.wait(2.0):
-            if _runs_so_far(jobs):
-                live.update()
-        if _runs_so_far(jobs):
-            live.update(last=True)
+            live.update()
+        live.update(last=True)
 
     thread = threading.Thread(target=watch, daemon=True)
     if display_mode() == "notebook":

@@ -308,7 +308,7 @@ def plot(self: Run, panels: str | Sequence[str] | None = None, **options):  # of
 class LivePlot:
     "Redraws a picture in place, in a notebook, every two seconds at most."
 
-    def __init__(self, draw: Callable):  # () -> figure
+    def __init__(self, draw: Callable):  # () -> figure; None: nothing to show yet
         self.draw, self.handle, self.due = draw, None, 0.0
 
     def update(self, last: bool = False) -> None:
@@ -319,7 +319,8 @@ class LivePlot:
         try:
             from IPython.display import display
 
-            figure = self.draw()
+            if (figure := self.draw()) is None:
+                return
             if self.handle is None:
                 self.handle = display(figure, display_id=True)
             else:
