@@ -221,12 +221,16 @@ def test_a_configuration_of_another_shape_stops_no_reading(tmp_path, text):
         assert Run.open(run.dir).frame().reward.tolist() == [1.0] and len(run.events()) == 0
 
 
-def test_missing_rows_are_said(tmp_path):
+def test_missing_and_doubled_rows_are_said(tmp_path):
     with Run.create(tmp_path / "r") as run:
         run.log(1, {"x": 1})
         with pytest.warns(UserWarning, match="after step 5, but its metrics end at 1"):
             run.truncate_after(5)
-    assert run.events().about.dropna().tolist() == ["missing_rows"]
+        run._files["metrics"].write([{"step": 1, "x": 2}])  # as an editor would
+        with pytest.warns(UserWarning, match="several rows of a step"):
+            run.truncate_after(1)
+    assert run.events().about.dropna().tolist() == ["missing_rows", "twice"]
+    assert run.rows()[0] == [{"step": 1, "x": 2}]
 
 
 WRITER = """

@@ -540,6 +540,9 @@ def truncate_after(
         file.close()
         rows, broken = read_jsonl(file.path)
         keep = [r for r in rows if type(r.get("step")) is int and r["step"] <= step]
+        if name == "metrics" and len(once := {r["step"]: r for r in keep}) < len(keep):
+            self.warn("twice", "metrics.jsonl has several rows of a step: the last one is kept")
+            keep = list(once.values())
         if n := len(rows) + len(broken) - len(keep):
             write_atomic(file.path, b"".join(map(_json_line, keep)))
             removed[name] = n
