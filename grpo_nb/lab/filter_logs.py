@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ _PATTERNS = {  # what a line says: the text it is found in, with names for its n
     "num_gen_batches": rf"train/num_gen_batches['\"]? ?[:=] ?(?P<num_gen_batches>{_N})",
     "filter_rate": rf"train/filter_rate['\"]? ?[:=] ?(?P<filter_rate>{_N})",
 }
+_SAID = re.compile(  # in each line that is understood
+    r"(?i)batch|prompts?:|filtered|kept|mean\s+std|accumulated|filter_rate|enough\s+data|skipping"
+)
 _HINT = re.compile(  # a line that should have been understood
     r"(?i)generated batch|\b(?:filtered|kept|accumulated|dropped|discarded)\b[^.]{0,80}\d|num_prompt_in_batch|"
     r"\bfiltering \d|zero[- ](?:variance|std)|\d[^.:]{0,80}\b(?:groups?|prompts?)\b[^.:]{0,80}\b(?:filtered|removed|dropped|skipped|discarded)|"
@@ -44,6 +48,8 @@ def _match_line(line: str) -> list[tuple[str, dict]]:
     "What a line says, with the numbers in it."
 
     number = lambda v: int(v) if v.isdigit() else float(v)
+    if not _SAID.search(line):
+        return []
     line = re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", " ".join(line.split()))  # 1,024
     each = ((fact, re.finditer(text, line, re.IGNORECASE)) for fact, text in _PATTERNS.items())
     found = [(m, fact) for fact, matches in each for m in matches]
@@ -240,16 +246,17 @@ def _worker_of(line: str, before: str, told: bool, known: Iterable[str] = ()) ->
 # %% ../../nbs/lab/02_filter_logs.ipynb #77662837
 def _unwrapped(lines: Iterable[str]) -> Iterator[str]:
     "Lines as they were before a console cut them."
-    says = lambda text: sum(1 + len(numbers) for _, numbers in _match_line(text))
+    says = lru_cache(4)(lambda text: sum(1 + len(numbers) for _, numbers in _match_line(text)))
     whole, begun = "", _WORKER.match("")
     for line in lines:
         name = _WORKER.match(line)
         rest = line[name.end() :] if name else line
         both = [whole.rstrip() + gap + rest.lstrip() for gap in (" ", "")]
-        same = name is None or begun and name[0] == begun[0]
-        if same and _HINT.search(whole) and says(max(both, key=says)) > says(whole) + says(line):
-            whole = max(both, key=says)
-            continue
+        mine = name is None or begun and name[0] == begun[0]
+        if mine and not says(line) and _HINT.search(whole):
+            if says(more := max(both, key=says)) > says(whole):
+                whole = more
+                continue
         yield whole
         whole, begun = line, name
     yield whole

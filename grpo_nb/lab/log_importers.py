@@ -135,7 +135,8 @@ _VERL_SUMS = {  # counter: the per-step amounts it adds up
 # %% ../../nbs/lab/02_log_importers.ipynb #b92d9ed2
 def _printed_by_verl(text: str) -> list[dict]:
     "Rows that verl's console logger printed, also where a console has cut them."
-    rows, more = [], r"(?:\n(?!.*step:\d)(?!.*: )(?=.*:-?[\d.n])(?:[\w/@.+:-]| ?- ?)+$)*"
+    rows, pairs = [], r"[\w/@.+:-]+(?: - [\w/@.+:-]+)*"
+    more = rf"(?:\n(?!.*step:\d)(?=.*:-?[\d.n])(?:- )?{pairs}(?: -)?$)*"
     for row in re.findall(rf"(?m)(?<![\w/])step:\d+ - .*{more}", text):
         line = re.sub(r"(?<=-)\n|\n(?=-)", " ", row).replace("\n", "")
         pairs = (pair.rpartition(":") for pair in line.strip().split(" - "))

@@ -398,9 +398,8 @@ def _function_name(function: Any) -> str:
             bound |= inspect.getclosurevars(function).nonlocals
         text = inspect.getsource(function)
     text += "".join(f"{k}={v!r}" for k, v in bound.items() if isinstance(v, (str, int, float)))
-    return (
-        f"{plain(function)} {hashlib.sha256(text.encode()).hexdigest()[:12] * bool(text)}".strip()
-    )
+    checksum = f" {hashlib.sha256(text.encode()).hexdigest()[:12]}" if text else ""
+    return plain(function) + checksum
 
 # %% ../../nbs/lab/02_session.ipynb #bf326cfe
 def functions_in(config: Any) -> dict[str, str]:  # full key: name of the function
