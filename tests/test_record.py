@@ -221,6 +221,14 @@ def test_a_configuration_of_another_shape_stops_no_reading(tmp_path, text):
         assert Run.open(run.dir).frame().reward.tolist() == [1.0] and len(run.events()) == 0
 
 
+def test_checkpoints_that_lead_into_another_run_are_left_alone(tmp_path):
+    Run.create(tmp_path / "a").close()
+    Run.create(tmp_path / "b").close()
+    (tmp_path / "b/checkpoints").symlink_to(tmp_path / "a/checkpoints")
+    with pytest.raises(ValueError, match="leads into another run"):
+        Run.create(tmp_path / "b", if_exists="resume")
+
+
 def test_missing_and_doubled_rows_are_said(tmp_path):
     with Run.create(tmp_path / "r") as run:
         run.log(1, {"x": 1})

@@ -317,6 +317,11 @@ def _start(self: Run, new: bool = False) -> None:
         if not self._lock.is_locked:
             raise ValueError(f"Run {self.name!r} is closed; Run.open(dir) gives one that goes on.")
         return
+    other = (self.dir / "checkpoints").resolve().parent
+    if other != self.dir.resolve() and _is_run(other):
+        raise ValueError(
+            f"{self.dir / 'checkpoints'} leads into another run, {other}: move it away."
+        )
     lock = Lock(self.dir / "lock")
     lock.acquire()
     self._lock, self._status, self._new = lock, self.status, new
