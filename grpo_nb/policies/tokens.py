@@ -65,10 +65,10 @@ class TokenPolicy:
     ):
         _check_options(TokenPolicy, unknown)
         greedy = "temperature (greedy: sample(..., greedy=True))"
-        temperature = check_number(greedy, temperature, 0, above=True)
-        top_p = check_number("top_p", top_p, 0, 1, above=True)
-        top_k = check_number("top_k", top_k, 0, whole=True)
-        max_new_tokens = check_number("max_new_tokens", max_new_tokens, 1, whole=True)
+        self.temperature = check_number(greedy, temperature, 0, above=True)
+        self.top_p = check_number("top_p", top_p, 0, 1, above=True)
+        self.top_k = check_number("top_k", top_k, 0, whole=True)
+        self.max_new_tokens = check_number("max_new_tokens", max_new_tokens, 1, whole=True)
         if chunk_tokens is not None:
             chunk_tokens = check_number("chunk_tokens", chunk_tokens, 1, whole=True)
         flags = {"share_prefix": share_prefix, "gradient_checkpointing": gradient_checkpointing}
@@ -83,10 +83,6 @@ class TokenPolicy:
         self.model = model.eval()
         self.network = Network(model, autocast)
         self.tokenizer, self._seen = _with_vocabulary(tokenizer), set()
-        self.max_new_tokens = max_new_tokens
-        self.temperature = temperature
-        self.top_k = top_k
-        self.top_p = top_p
         self.stop = sorted({*_stop_tokens(model, tokenizer), *_stop_ids(stop, model, tokenizer)})
         self.chat = bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
         self.system_prompt = system_prompt
