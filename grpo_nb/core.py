@@ -269,7 +269,7 @@ def seeded(seed: int, *names: str | int, device: str | torch.device = "cpu") -> 
     "A torch generator of its own for the stream called `names`."
     return torch.Generator(device=device).manual_seed(seed_of(seed, *names))
 
-
+# %% ../nbs/method/00_core.ipynb #7409b796
 ONE_THREAD = threading.RLock()  # held while code of others uses what all threads share
 
 

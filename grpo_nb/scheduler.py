@@ -211,7 +211,7 @@ def epoch(self: TasksetScheduler) -> float:
     "Epochs served so far."
     return self.cursor / self.num_tasks
 
-
+# %% ../nbs/method/03_scheduler.ipynb #5c885d6c
 @patch(as_prop=True)
 def max_steps(self: TasksetScheduler) -> int | None:
     "Reads of batch_size in the whole run; None without an end."

@@ -97,7 +97,7 @@ def _find_groups(frame):  # one number per sample
     part = (run.groupby(run).cumcount() // group_size).where(cut, 0)
     return frame.groupby([run, part]).ngroup()
 
-
+# %% ../../nbs/lab/03_what_if.ipynb #b59ec765
 def _without_repeats(frame):
     "Equal tables of consecutive steps once."
     told = frame.drop(columns=["step", "advantage"], errors="ignore").map(str)
