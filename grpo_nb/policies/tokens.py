@@ -448,11 +448,9 @@ def decode(
     ids_NS: Tensor,  # (N, S) completion tokens
     mask_NS: Tensor,  # (N, S) which of them count
 ) -> list[str]:
-    "Text of each completion, without the tokens that stop, begin or pad: a reward that counts letters would teach them."
-    t = self.tokenizer
-    drop = {*self.stop, t.bos_token_id, t.eos_token_id, t.pad_token_id}
+    "Text of each completion, without padding and without the stop token; any other token that was sampled is in it."
     pairs = zip(ids_NS.tolist(), mask_NS.tolist())
-    rows = [[i for i, taken in zip(*pair) if taken and i not in drop] for pair in pairs]
+    rows = [[i for i, taken in zip(*pair) if taken and i not in self.stop] for pair in pairs]
     return self.tokenizer.batch_decode(rows, skip_special_tokens=False)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #42cc4880
