@@ -63,6 +63,7 @@ class FakeVLLM:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.http.daemon_threads = True
+        self.http.handle_error = lambda *_: None  # clients that hang up are what some tests want
         threading.Thread(target=self.http.serve_forever, args=[0.02], daemon=True).start()
         self.url = f"http://127.0.0.1:{self.http.server_port}"
 
