@@ -70,12 +70,6 @@ def _span(value: float, low: float, high: float, form: str) -> str:
         return ""
     return f"{value:{form}}" + ("" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]")
 
-
-def _in_share(found: Any, seen: Any) -> np.ndarray:
-    "A level with its interval, which ends at 0 and 1 where all that was seen lies between them."
-    seen = np.asarray(seen, float)
-    return np.clip(found, 0, 1) if seen.min() >= 0 and seen.max() <= 1 else np.asarray(found)
-
 # %% ../../nbs/lab/05_report.ipynb #f007dd9c
 def _row(table: "Table", name: str, scores: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
     "One variant in numbers."
@@ -87,9 +81,8 @@ def _row(table: "Table", name: str, scores: Mapping[str, Mapping[int, float]]) -
     none, pair = [math.nan] * 3, [sign * np.array(list(v.values())) for v in (mine, base)]
     row = {"variant": name, "n": len(mine), "failed": len(runs) - len(mine), "pairs": len(d)}
     row |= {k: runs[0]["overrides"].get(k) if runs else None for k in study.tuned}
-    value = t_interval(list(mine.values()), level)
     for what, found in (
-        ("value", _in_share(value, list(mine.values())) if mine else value),
+        ("value", t_interval(list(mine.values()), level)),
         ("difference", t_interval(d, joint_level(level, arms)) if d else none),
         ("better", improvement(*pair, level) if any(d) else none),  # of equal runs nothing
     ):
@@ -137,7 +130,7 @@ def _over_tasks(table: "Table") -> list[str]:
     base, level = by[table.baseline], joint_level(table.level, len(names) - 1)
     for name in names:
         scores = list(by[name].values())
-        text = f"{name} {_span(*_in_share(two_way_interval(scores, table.level), scores), '.3f')}"
+        text = f"{name} {_span(*two_way_interval(scores, table.level), '.3f')}"
         d = [y - base[s] for s, y in by[name].items() if s in base and name != table.baseline]
         if d:
             text += f", difference {_span(*two_way_interval(d, level), '+.3f')}"
@@ -310,7 +303,7 @@ def _draw_runs(ax, runs, name: str, color: str):
         ax.plot(x, y, color=color, **({"lw": 0.5, "alpha": 0.35} if dense else points))
         ax.plot(x[-1:], y[-1:], ".", color=color, ms=4)
     at, y = _common_curve(runs)
-    bands = np.array([_in_share(t_interval(v), y) for v in y.T])
+    bands = np.array([t_interval(v) for v in y.T])
     ax.plot(at, bands[:, 0], color=color, label=_label_of(f"{name} ({len(runs)} seeds)"))
     if len(runs) > 1:
         ax.fill_between(at, bands[:, 1], bands[:, 2], color=color, alpha=0.15, lw=0)
@@ -365,7 +358,7 @@ def gains(self: Study):
     for metric in self.score_names():
         for name, part in done.groupby("variant", sort=False):
             before, after = part[f"start_{metric}"].astype(float), part[metric].astype(float)
-            level = _span(*_in_share(t_interval(after), after), ".3f")
+            level = _span(*t_interval(after), ".3f")
             row = {"score": metric.removeprefix("eval_"), "variant": name}
             row |= {"before": f"{before.mean():.3f}", "after": level}
             rows.append(row | {"gain": _span(*t_interval(after - before), "+.3f")})
