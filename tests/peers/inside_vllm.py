@@ -159,8 +159,8 @@ def speed(python, rounds=2, prompts=4, samples=8, new=32) -> dict:
             _,
         ):
             remote = TokenPolicy(model, tokenizer, engine=VLLM(url, wait_s=1800), **chat)
-            remote.stop = []
-            remote.engine.give_weights(remote)
+            remote.stop, server = [], remote.engine
+            server.give_weights(remote)
 
             def generate():
                 given = {k: v.repeat_interleave(samples, 0) for k, v in ids.items()}
@@ -171,7 +171,7 @@ def speed(python, rounds=2, prompts=4, samples=8, new=32) -> dict:
 
             def by_vllm():
                 given = tokenizer(texts).input_ids
-                remote.engine._draw(remote, given, samples, list(range(prompts)), False)
+                server.loop.run(server._draw(remote, given, samples, list(range(prompts)), False))
 
             ways = {"transformers": generate, "vLLM": by_vllm}
             ways["ours"] = lambda: ours.sample(tasks, samples, seeded(0))
