@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['ONE_THREAD', 'Groups', 'GroupStats', 'group_stats', 'weighted_sum', 'masked_sum', 'masked_mean', 'Registry',
-           'seed_of', 'seeded', 'seed_globally', 'Rollout', 'index_of', 'pad_to', 'concat', 'in_shares',
-           'weights_at_hand', 'rollout_to_state', 'rollout_from_state', 'minibatches', 'Policy', 'sample_in_shares',
-           'check_finite']
+           'seed_of', 'seeded', 'seed_globally', 'Rollout', 'pad_to', 'concat', 'in_shares', 'rollout_to_state',
+           'rollout_from_state', 'minibatches', 'Policy', 'sample_in_shares', 'check_finite']
 
 # %% ../nbs/method/00_core.ipynb #d55f1d33
 import contextlib
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from .config import unknown_name
 from .files import pack, unpack
-from .processes import gather_results, place, share
+from .processes import _gather_results, place, share
 
 # %% ../nbs/method/00_core.ipynb #1a4b8826
 @dataclass(frozen=True)
@@ -404,7 +403,7 @@ class Rollout:
 
     def __getitem__(self, index) -> "Rollout":
         "Samples by slice, integer list, integer tensor or boolean mask; an integer gives a rollout of one."
-        return self.map(lambda v: _take(v, index_of(index, len(self))))
+        return self.map(lambda v: _take(v, _index_of(index, len(self))))
 
     def to(self, device) -> "Rollout":
         "The same rollout with its tensors on `device`."
@@ -415,7 +414,7 @@ class Rollout:
         return replace(self, **changes)
 
 # %% ../nbs/method/00_core.ipynb #d34d1089
-def index_of(index, n: int) -> Tensor:
+def _index_of(index, n: int) -> Tensor:
     "Any index of n samples (int, slice, list, array, boolean mask) as integer positions."
     index = index if isinstance(index, slice) else torch.as_tensor(index).cpu()
     if torch.is_tensor(index) and (index.dtype == torch.uint8 or not index.numel()):
@@ -490,14 +489,14 @@ def in_shares(
             return f(whole[rows]).to("cpu"), rows
         return f([whole[i] for i in mine]).to("cpu") if mine else [], rows
 
-    parts = [(x, at) for x, at in gather_results(work) if len(x)]
+    parts = [(x, at) for x, at in _gather_results(work) if len(x)]
     found = concat([x for x, _ in parts])
     if not samples:
         return found
     return found[torch.cat([at for _, at in parts]).argsort()].replace(group_N=whole.group_N)
 
 # %% ../nbs/method/00_core.ipynb #c9ab98a6
-def weights_at_hand(policy: Any) -> contextlib.AbstractContextManager:
+def _weights_at_hand(policy: Any) -> contextlib.AbstractContextManager:
     "Inside, a policy with sharded weights runs without the other processes, which enter together with this one."
     return getattr(policy, "gathered", contextlib.nullcontext)()
 
@@ -578,7 +577,7 @@ def sample_in_shares(
 
     if size == 1:
         return sample(generator)
-    with weights_at_hand(policy):
+    with _weights_at_hand(policy):
         if draws is None:
             common = torch.randint(2**62, (), generator=generator, device=device)
             return sample(seeded(int(common), "process", rank, device=device))

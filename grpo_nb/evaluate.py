@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .config import Count, Natural, check_number, configuration
 from .core import Policy, Rollout, in_shares, sample_in_shares, seeded
-from .filter_groups import total_reward
+from .filter_groups import _total_reward
 from .rewards import passing_rewards, sample_scores
 from .statistics import interval
 
@@ -138,7 +138,7 @@ def _sampled_scores(rollout: Rollout, samples: int, k, weights, passed) -> dict[
     scores |= {f"pass@{i}": pass_at_k(right_P, judged_P, i) for i in k}
     names = rollout.reward_names
     if len(names) > 1:
-        total = total_reward(rollout, None if weights is None else dict(zip(names, weights)))
+        total = _total_reward(rollout, None if weights is None else dict(zip(names, weights)))
         each = {f"sampled/{name}": sample_scores(rollout, [name]) for name in names}
         each["reward"] = total if total.ndim == 1 else total.nanmean(1)
         scores |= {name: per_task(x_N).nanmean(1) for name, x_N in each.items()}

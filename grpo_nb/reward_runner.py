@@ -31,7 +31,7 @@ from grpo_nb.rewards import (
     _shown,
     _evaluate_reward,
     _reward_columns,
-    task_columns,
+    _task_columns,
 )
 
 # %% ../nbs/method/03_reward_runner.ipynb #08cca84e
@@ -266,7 +266,7 @@ def check_tasks(
     tasks: Sequence,  # one of each set, for example
 ) -> None:
     "A ValueError if a function needs a column, or a path into one, that none of these tasks has."
-    columns = task_columns(tasks)
+    columns = _task_columns(tasks)
     self.task_columns |= dict.fromkeys(columns)
     of_rollout = ("completions", "completion_ids", "sample_seed", "trainer_state")
     columns = dict.fromkeys(of_rollout, [None] * len(tasks)) | columns

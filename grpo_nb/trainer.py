@@ -31,7 +31,7 @@ from .evaluate import EvalConfig, Scores, _parts
 from .evaluate import evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig, _check_metrics, _warn_of_shaping
 from .losses import kl_penalty
-from .metrics import Counters, History, completion_metrics, merge_rows, peak_memory_mb
+from .metrics import Counters, History, _completion_metrics, merge_rows, peak_memory_mb
 from .optimizer import OptimizerConfig, learning_rate, make_optimizer
 from .processes import _as_held, _copy_first, gather, join_processes, place, say, whole
 from .ranking import _check_layouts
@@ -108,7 +108,7 @@ class GRPO:
 
         self._count_update(rollout, report)
         self.last = _LastStep(rollout, advantages, report)
-        row = report.metrics() | metrics | completion_metrics(rollout)
+        row = report.metrics() | metrics | _completion_metrics(rollout)
         row |= {"learning_rate": lr, "epoch": getattr(self.stream, "epoch", math.nan)}
         row["num_tokens"] = self.counters.values["tokens_generated"]
         return self._end_step(row, start, record)

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .config import Count, NonNegative, Positive, configuration
-from .core import Groups, Policy, Rollout, minibatches, weights_at_hand
+from .core import Groups, Policy, Rollout, minibatches, _weights_at_hand
 from grpo_nb.losses import (
     CORRECTIONS,
     LossConfig,
@@ -28,7 +28,7 @@ from grpo_nb.losses import (
     _sampling_metrics,
     sampling_ratio,
 )
-from .processes import add_up, gather, place, whole
+from .processes import _add_up, gather, place, whole
 
 # %% ../nbs/method/02_update.ipynb #69904b1b
 def update(
@@ -242,7 +242,7 @@ def _rollout_logp(
     out_NS = torch.zeros_like(rollout.old_logp_NS)
     order = torch.argsort(Groups.of(rollout.group_N).index_N.cpu(), stable=True)
     mine = _own_rows(rollout.lengths_N, order)
-    with weights_at_hand(policy):
+    with _weights_at_hand(policy):
         passes = micro_batches(rollout.lengths_N, mine, _steps_per_pass(budget, policy, rollout))
         for rows in passes:
             out_NS[rows] = policy.logp(rollout[rows]).to(out_NS)
@@ -453,7 +453,7 @@ def _step(c, policy, optimizer, row):
     for p in params:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     if not getattr(policy, "sharded", False):  # else FSDP has added them up
-        add_up([p.grad for p in params])
+        _add_up([p.grad for p in params])
     norm = torch.nn.utils.clip_grad_norm_(params, c.max_grad_norm or math.inf)
     row["grad_norm"] = float(whole(norm))
     row["skipped"] = not (math.isfinite(row["grad_norm"]) and math.isfinite(row["loss"]))

@@ -79,7 +79,7 @@ def test_rows_hold_true_sums_and_true_features(name, build):
 def test_no_problem_is_in_two_splits():
     tasksets = [Taskset.load(f"tasks/{name}.jsonl") for name in SETS]
     for i, a in enumerate(tasksets):
-        assert len(np.unique(a.prompt_keys())) == len(a), a
+        assert len(np.unique(a._prompt_keys())) == len(a), a
         for b in tasksets[i + 1 :]:
             assert not len(overlap(a, b)), (a, b)
 

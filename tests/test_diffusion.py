@@ -22,7 +22,7 @@ from grpo_nb.config import build_config
 from grpo_nb.core import seeded
 from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.lab.session import sample_table
-from grpo_nb.metrics import completion_metrics
+from grpo_nb.metrics import _completion_metrics
 from grpo_nb.policies.diffusion import DiffusionPolicy
 from grpo_nb.policies.samplers import ddim_sampler, ddpm_sampler, flow_sampler
 from grpo_nb.trainer import GRPO
@@ -136,7 +136,7 @@ def test_the_trainer_needs_nothing_special(tmp_path):
     trainer.fit()
     assert trainer.evaluate(samples=4).values["sampled"][0] > before + 0.03
     rollout, values, _ = trainer.last
-    assert completion_metrics(rollout)["completions/mean_length"] == 9
+    assert _completion_metrics(rollout)["completions/mean_length"] == 9
     table = sample_table(rollout, values)
     assert table["prompt"][0].startswith("reach (") and len(table["completion"]) == len(rollout)
     assert all(r["upd/first_logp_diff"] < 1e-4 for r in trainer.history)

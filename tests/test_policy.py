@@ -31,7 +31,7 @@ from transformers import (
 
 from grpo_nb.core import concat, seeded
 from grpo_nb.lab.recipe import load_config
-from grpo_nb.policies.decoding import _Decoder, _LlamaDecoder, shape_logits
+from grpo_nb.policies.decoding import _Decoder, _LlamaDecoder, _shape_logits
 from grpo_nb.policies.loading import load_model
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import Taskset, data_path
@@ -101,7 +101,7 @@ def alone(policy, rollout, i):
     ids = torch.cat(parts)[None]
     with torch.no_grad():
         z = policy.model(input_ids=ids).logits[0, n - 1 : -1]
-    z = shape_logits(z, policy.temperature, policy.top_k, policy.top_p, keep=ids[0, n:])
+    z = _shape_logits(z, policy.temperature, policy.top_k, policy.top_p, keep=ids[0, n:])
     return torch.log_softmax(z, -1).gather(1, ids[0, n:, None])[:, 0]
 
 

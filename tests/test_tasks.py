@@ -75,7 +75,7 @@ def test_bad_jsonl_is_refused_with_file_and_line(write, content, message):
 def test_bad_rows_of_a_large_file_are_refused_when_read_and_do_not_mend_each_other(write, bad):
     t = Taskset.load(write(TEXT + bad + "\n" + TEXT * 40_000))
     assert len(t) >= 120_004 and t[4 + bad.count("\n")].prompt == "2+3="
-    for read in (lambda: t[3], lambda: t.column("carries"), t.prompt_keys, lambda: list(t)):
+    for read in (lambda: t[3], lambda: t.column("carries"), t._prompt_keys, lambda: list(t)):
         with pytest.raises(ValueError, match=r"rows\.jsonl, line 4: not valid JSON"):
             read()
 

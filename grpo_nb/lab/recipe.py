@@ -37,7 +37,7 @@ from .session import CheckpointConfig, RunConfig, functions_in, _named_config
 from .session import _described, _part_facts, _task_facts, _tasksets_of
 from ..processes import _check_same, join_processes, of_first, place
 from ..rewards import REWARDS
-from ..scheduler import TasksetScheduler, make_stream, open_entry
+from ..scheduler import TasksetScheduler, make_stream, _open_entry
 from ..tasks import Task, data_path
 from ..trainer import GRPO, RunnerConfig, StreamConfig, TrainerConfig
 from ..trainer import _open_eval_tasks, check_callbacks
@@ -274,7 +274,7 @@ def open_stream(config: GRPOConfig):  # a stream
         raise ValueError(f"Tasksets need different names, got {names}.")
     with _at_key("tasks"):
         return TasksetScheduler(
-            {e["name"]: open_entry(e) for e in entries},
+            {e["name"]: _open_entry(e) for e in entries},
             config.train_batch_size,
             selectors,
             total_epochs=t.epochs,

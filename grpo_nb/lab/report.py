@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from ..config import check_number, one_of
 from ..files import plain, write_atomic
 from .budgets import _to_budget
-from .paired_statistics import detectable, improvement, joint_level, verdict
+from .paired_statistics import detectable, improvement, _joint_level, verdict
 from .plots import COLORS, _label_of, make_figure, _show_in_cell
 from .study import MEAN, Study, _check_metric, _final_score, held_out, _is_lower, _listed
 from ..statistics import t_interval, two_way_interval
@@ -83,7 +83,7 @@ def _row(table: "Table", name: str, scores: Mapping[str, Mapping[int, float]]) -
     row |= {k: runs[0]["overrides"].get(k) if runs else None for k in study.tuned}
     for what, found in (
         ("value", t_interval(list(mine.values()), level)),
-        ("difference", t_interval(d, joint_level(level, arms)) if d else none),
+        ("difference", t_interval(d, _joint_level(level, arms)) if d else none),
         ("better", improvement(*pair, level) if any(d) else none),  # of equal runs nothing
     ):
         row |= dict(zip((what, f"{what}_low", f"{what}_high"), found))
@@ -127,7 +127,7 @@ def _over_tasks(table: "Table") -> list[str]:
             by.setdefault(r["variant"], {})[r["seed"]] = np.array(scores, float)
     if not set(names) <= set(by):
         return []
-    base, level = by[table.baseline], joint_level(table.level, len(names) - 1)
+    base, level = by[table.baseline], _joint_level(table.level, len(names) - 1)
     for name in names:
         scores = list(by[name].values())
         text = f"{name} {_span(*two_way_interval(scores, table.level), '.3f')}"

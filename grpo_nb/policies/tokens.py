@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..config import check_number, _check_options, one_of
 from ..core import Groups, Rollout, check_finite, pad_to, seeded
-from .decoding import FLOOR, Network, draw, head_logp, shape_logits
+from .decoding import FLOOR, Network, draw, _head_logp, _shape_logits
 from .decoding import _left_padded, _rows_of, _take
 from .loading import add_lora, load_model, merge_lora, _upload, _asked_autocast
 from .loading import _has_adapters, _load_tokenizer, _mend_generation_config
@@ -31,7 +31,7 @@ from .loading import _check_flags, _stop_tokens, _unwrap_peft, _warn_of_unseen
 from .loading import _with_vocabulary, _write_adapter
 from ..files import writable
 from ..processes import place, whole
-from ..tasks import Task, check_prompt
+from ..tasks import Task, _check_prompt
 from ..update import RatioMismatch, micro_batches
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #93e11d63
@@ -343,7 +343,7 @@ def _begun(bare: list[int], full: list[int]) -> list[int]:
 def _messages(self: TokenPolicy, prompt: str | list[dict]) -> list[dict]:
     "The conversation of a prompt."
     text = isinstance(prompt, str)
-    messages = [{"role": "user", "content": prompt}] if text else check_prompt(prompt)
+    messages = [{"role": "user", "content": prompt}] if text else _check_prompt(prompt)
     if not getattr(self.tokenizer, "chat_template", None):
         raise ValueError(
             "The prompt needs a chat template and the tokenizer has none. Give plain strings with chat=False, or set "
@@ -554,7 +554,7 @@ def _generate(self: TokenPolicy, ids_PL, length_P, index_N, uniform_NS, greedy=F
     row = torch.arange(n, device=device)  # the sample behind each running row
     alive = torch.ones(n, dtype=torch.bool, device=device)
     for t in range(s):
-        z = shape_logits(logits, self.temperature, self.top_k, self.top_p)
+        z = _shape_logits(logits, self.temperature, self.top_k, self.top_p)
         token, logp, entropy = draw(z, uniform_NS[row, t])
         if greedy:
             token = z.argmax(-1)
@@ -642,10 +642,10 @@ def _token_scores(self: TokenPolicy, hidden: Tensor, target: Tensor, entropy: bo
     head = self.network.head
     shape = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
     if head is None:  # hidden states are logits
-        logp_TV = torch.log_softmax(shape_logits(hidden, **shape, keep=target), -1)
+        logp_TV = torch.log_softmax(_shape_logits(hidden, **shape, keep=target), -1)
         logp = logp_TV.gather(1, target[:, None])[:, 0]
         return (logp, -(logp_TV.exp() * logp_TV.clamp(min=FLOOR)).sum(1)) if entropy else (logp,)
-    out = head_logp(
+    out = _head_logp(
         hidden.to(head.weight.dtype),
         head.weight,
         target,
