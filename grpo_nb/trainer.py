@@ -331,12 +331,12 @@ _SELECTION_SUMS = ("selection/groups", "selection/ignored_groups", "selection/ig
 @patch
 def _count_update(self: GRPO, rollout: Rollout, report: UpdateReport):
     "Count what an update has done."
-    tokens = int(rollout.mask_NS.sum())
+    taken_NS = rollout.mask_NS & (report.done > 0)
     self.counters.add(
-        n_rollouts_trained=len(rollout),
-        tokens_trained=tokens,
+        n_rollouts_trained=int(taken_NS.any(1).sum()),
+        tokens_trained=int(taken_NS.sum()),
         optimizer_steps=report.done,
-        forward_tokens=tokens * max(report.done, 1),
+        forward_tokens=sum(row["n_tokens"] for row in report.rows),
     )
     self.policy_version += report.done > 0
     self.bad_steps = self.bad_steps + 1 if report.nonfinite and not report.done else 0

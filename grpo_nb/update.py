@@ -420,7 +420,8 @@ def _row(c, seen, batch, part, exact, first) -> dict:
         row.setdefault("kl", ref)  # the loss's own estimate if it has one
     zero_N = batch["advantages"][part].reshape(len(part), -1).eq(0).all(1) if len(part) else part
     row |= c.loss.bounds() | {"n_samples": len(part), "n_zero_advantage": int(zero_N.sum())}
-    return row | {"n_scored": len(part) - int(batch["skipped"][part].sum())}
+    row["n_scored"] = len(part) - int(batch["skipped"][part].sum())
+    return row | {"n_tokens": int(steps)}
 
 # %% ../nbs/method/02_update.ipynb #b3ff5de1
 def _metrics_of_nothing(c, batch) -> dict:
