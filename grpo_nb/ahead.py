@@ -91,4 +91,4 @@ def read_ahead(trainer: GRPO) -> _ReadAhead | None:
     return _ReadAhead(trainer) if _check_ahead(trainer.config, trainer.stream, engine) else None
 
 
-GRPO.accompany(read_ahead)
+GRPO.add_default_callback(read_ahead)

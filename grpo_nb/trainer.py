@@ -56,7 +56,7 @@ class GRPO:
     What does not fit is a ValueError before the first step; FloatingPointError if weights or gradients stop being finite.
     """
 
-    companions: list = []  # see `accompany`
+    callback_makers: list = []  # see `add_default_callback`
     elsewhere = {  # TRL's words
         "model": "policy",
         "train_dataset": "tasks",
@@ -457,7 +457,7 @@ def __init__(
     self.last = None  # a `_LastStep`
     self.goal = c.steps  # where the present `fit` ends
     self.stop = None  # why `fit` is to end, or has ended
-    self.attached = [f for make in GRPO.companions if (f := make(self)) is not None]
+    self.default_callbacks = [f for make in GRPO.callback_makers if (f := make(self)) is not None]
 
 
 @patch
@@ -558,14 +558,14 @@ def _check_setup(self: GRPO):
 
 # %% ../nbs/method/04_trainer.ipynb #ac6358d4
 @patch(cls_method=True)
-def accompany(
+def add_default_callback(
     cls: GRPO,
     make: Callable[[GRPO], Any],  # (trainer) -> callback or None, asked for every new trainer
     first: bool = False,  # told before the others
 ):
-    "Attach something to every new trainer; one of the same name is replaced."
-    others = [f for f in cls.companions if f.__qualname__ != make.__qualname__]
-    cls.companions = [make, *others] if first else [*others, make]
+    "Give every new trainer a callback; one of the same name is replaced."
+    others = [f for f in cls.callback_makers if f.__qualname__ != make.__qualname__]
+    cls.callback_makers = [make, *others] if first else [*others, make]
 
 
 @patch
@@ -574,8 +574,8 @@ def notify(
     moment: str,  # a name in HOOKS
     *what,  # the rollout, the row, the scores, the path, the error
 ):
-    "Tell the attached companions and then the callbacks."
-    for f in (*self.attached, *self.callbacks):
+    "Tell the default callbacks, then those that were given."
+    for f in (*self.default_callbacks, *self.callbacks):
         if (method := _method_at(f, moment)) is not None:
             method(self, *what)
 

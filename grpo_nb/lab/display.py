@@ -67,7 +67,7 @@ class _Live:
         self.live = None
 
 
-GRPO.accompany(_Live)
+GRPO.add_default_callback(_Live)
 
 # %% ../../nbs/lab/03_display.ipynb #686bf362
 def _text(value: Any) -> str:

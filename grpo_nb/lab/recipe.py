@@ -142,7 +142,7 @@ def _use_threads(trainer: GRPO) -> None:
         torch.set_num_threads(trainer.config.threads)
 
 
-GRPO.accompany(_use_threads)
+GRPO.add_default_callback(_use_threads)
 
 # %% ../../nbs/lab/03_recipe.ipynb #b23dcab4
 def load_config(
@@ -352,7 +352,7 @@ def _check_processes(config: TrainerConfig, tasks: Any) -> None:
     _check_same(same | {"the data": [_task_facts(t) for t in _tasksets_of(tasks)]})
 
 
-GRPO.accompany(lambda trainer: _check_processes(trainer.config, trainer.stream))
+GRPO.add_default_callback(lambda trainer: _check_processes(trainer.config, trainer.stream))
 
 
 def _ask_for_passed(tree: Mapping, given: Sequence[str]) -> None:
@@ -459,7 +459,7 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
         yield "reference", "needs a KL term"
 
 
-GRPO.accompany(_refuse_dead_keys)
+GRPO.add_default_callback(_refuse_dead_keys)
 
 
 def _refuse_late_keys(trainer: GRPO) -> SimpleNamespace:
@@ -479,7 +479,7 @@ def _refuse_late_keys(trainer: GRPO) -> SimpleNamespace:
     return SimpleNamespace(on_fit_start=check, on_batch_start=check)
 
 
-GRPO.accompany(_refuse_late_keys, first=True)
+GRPO.add_default_callback(_refuse_late_keys, first=True)
 
 # %% ../../nbs/lab/03_recipe.ipynb #eca4d734
 def _read_checkpoint(path: str | Path) -> tuple[Path, dict]:

@@ -128,7 +128,7 @@ def train(
         before = {"cpu_seconds": self.rows[-1]["cpu_seconds"]}
         self.rows.append(before | _numbers(row) | {"step": i})
     if self.ended != "budget":  # else an earlier attempt has taken the last step
-        told = getattr(trainer, "attached", trainer.callbacks)
+        told = getattr(trainer, "default_callbacks", trainer.callbacks)
         told.insert(0, self)  # before the row is written down
         self.since = self.clock()
         try:

@@ -144,7 +144,7 @@ class _Session:
             self.run.mark(state)
 
 
-GRPO.accompany(_Session)
+GRPO.add_default_callback(_Session)
 
 # %% ../../nbs/lab/02_session.ipynb #74cbb72f
 @patch

@@ -98,7 +98,7 @@ class Sampler:
             raise ValueError(
                 f"Times and levels need one entry per step and at least one, got {sizes}."
             )
-        most = 1 if self.scheme in "ddim" else math.inf
+        most = 1 if self.scheme == "ddim" else math.inf
         check_number(f"noise of {self.scheme!r}", self.noise, 0, most)
         known = ("x0", "flow", "eps") if self.by_sigma else ("x0", "eps", "v")
         one_of(f"prediction for {self.scheme!r}", self.prediction, known)
