@@ -20,7 +20,15 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .config import NonNegative, check_number, configuration, number_in, one_of, unknown_name
+from grpo_nb.config import (
+    Finite,
+    NonNegative,
+    check_number,
+    configuration,
+    number_in,
+    one_of,
+    unknown_name,
+)
 from .core import Groups, GroupStats, Registry, group_stats, weighted_sum
 
 # %% ../nbs/method/01_advantages.ipynb #f2e55959
@@ -76,7 +84,7 @@ class GroupedRewards:
 
 def _divide(x: Tensor, std: Tensor, eps: float) -> Tensor:
     "x / (std + eps), and 0 for a deviation of 0."
-    check_number("eps", eps, 0)
+    eps = check_number("eps", eps, 0)
     return x * torch.where(std > 0, 1 / (std + eps), 0.0)
 
 # %% ../nbs/method/01_advantages.ipynb #901c139a
@@ -137,7 +145,7 @@ def _weight_list(weights: Sequence[float] | None, r: int) -> list[float]:
     "One finite number per component."
     try:
         weights = [1.0] * r if weights is None else [float(w + 0) for w in weights]
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"weights must be a sequence of {r} numbers, got {weights!r}.") from None
     if len(weights) != r:
         raise ValueError(f"{len(weights)} weights for {r} reward components: give one weight each.")
@@ -523,7 +531,7 @@ def _shares(r: GroupedRewards, a_NK: Tensor, names: Sequence[str]) -> dict:
     return {f"adv/share/{k}": v for k, v in zip(names, (cov_R / cov_R.sum()).nan_to_num(0.0))}
 
 # %% ../nbs/method/01_advantages.ipynb #2a40e664
-_SCALE_FREE = {"mo_grpo", "gdpo", "saw", "gd2po"}  # a positive factor on a reward changes nothing
+_SCALE_FREE = ("mo_grpo", "gdpo", "saw", "gd2po")  # a positive factor on a reward changes nothing
 
 
 def _warn_cancelled_scales(
@@ -558,7 +566,7 @@ class AdvantageConfig:
 
     mode: str | Callable = "grpo"  # a name in ADVANTAGES, or a function
     weights: Any = None  # list in the order of the rewards, or {name: weight}; None = all 1
-    scales: dict[str, float] = field(default_factory=dict)  # {name: factor} on raw rewards
+    scales: dict[str, Finite] = field(default_factory=dict)  # {name: factor} on raw rewards
     gates: list[Gate] = field(default_factory=list)  # applied in order, on raw (scaled) rewards
     eps: NonNegative = 1e-4  # added to group deviations
     eps_batch: NonNegative = 1e-4  # added to the batch deviation

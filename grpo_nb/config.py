@@ -151,8 +151,10 @@ def check_number(
 def _strict(hint):
     "The field type in which `True` is no number and `1` no truth value."
     plain = {bool: pydantic.StrictBool, int: number_in(whole=True), float: number_in(finite=False)}
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return typing.Union[tuple(_strict(a) for a in typing.get_args(hint))]  # noqa: UP007
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType, dict, list):
+        args = tuple(map(_strict, typing.get_args(hint)))
+        return origin[args] if origin in (dict, list) else typing.Union[args]  # noqa: UP007
     return plain.get(hint, hint)
 
 # %% ../nbs/ground/00_config.ipynb #b1e54011
@@ -189,6 +191,7 @@ def configuration(
             _mark_given(self, given)
 
     checked_init.__signature__ = signature
+    cls._given = ()  # what has it is a configuration
     cls.__init__ = checked_init
     cls.__setattr__ = checked_set
     return cls
@@ -198,9 +201,9 @@ def given_keys(
     config: Any,  # a configuration
 ) -> list[str]:  # dotted
     "The keys that were set by somebody, here or in a section."
-    found = list(vars(config).get("_given", ()))
+    found = list(config._given)
     for f in dataclasses.fields(config):
-        if dataclasses.is_dataclass(part := getattr(config, f.name)):
+        if hasattr(part := getattr(config, f.name), "_given"):
             found += [f"{f.name}.{k}" for k in given_keys(part)]
     return found
 
@@ -209,7 +212,7 @@ def _leaf_keys(values: Mapping) -> list[str]:
     "Dotted keys of nested values; a configuration among them counts with the keys set in it."
     found = []
     for name, value in values.items():
-        section = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        section = hasattr(value, "_given")
         inner = _leaf_keys(value) if isinstance(value, Mapping) else None
         inner = given_keys(value) if section else inner or [""]
         found += [f"{name}.{k}".rstrip(".") for k in inner]
@@ -217,16 +220,18 @@ def _leaf_keys(values: Mapping) -> list[str]:
 
 # %% ../nbs/ground/00_config.ipynb #4572f099
 def _mark_given(config: Any, keys: Iterable[str]) -> None:
-    "Remember these keys, and no others."
+    "Remember these keys, and no others; `settle` of a configuration fills in what was not given."
     own, parts = {}, {}
     for key in keys:
         name, _, rest = key.partition(".")
-        section = dataclasses.is_dataclass(getattr(config, name, None))
+        section = hasattr(getattr(config, name, None), "_given")
         parts.setdefault(name, []).append(rest) if section else own.setdefault(name)
     object.__setattr__(config, "_given", tuple(own))  # not a field
     for f in dataclasses.fields(config):
-        if dataclasses.is_dataclass(part := getattr(config, f.name)):
+        if hasattr(part := getattr(config, f.name), "_given"):
             _mark_given(part, filter(None, parts.get(f.name, ())))
+    if hasattr(config, "settle"):
+        config.settle()
 
 # %% ../nbs/ground/00_config.ipynb #d2fb1f5a
 def _one_line(error: pydantic.ValidationError, cls: type) -> str:
@@ -354,8 +359,14 @@ def _with_texts(value: Any) -> Any:
 def config_tree(
     config: Any,  # a configuration
 ) -> dict:
-    "The configuration as a plain tree."
-    return dataclasses.asdict(config)
+    "The configuration as a plain tree; what stands in it is not copied."
+    if isinstance(config, Mapping):
+        return {k: config_tree(v) for k, v in config.items()}
+    if isinstance(config, list):
+        return [config_tree(v) for v in config]
+    if not hasattr(config, "_given"):  # a value
+        return config
+    return {f.name: config_tree(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
 # %% ../nbs/ground/00_config.ipynb #0ae088c3
 def override(

@@ -275,7 +275,7 @@ def plain(
         from omegaconf import OmegaConf
 
         value = OmegaConf.to_container(value, resolve=True)
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value) and not callable(value):
         value = {f.name: getattr(value, f.name) for f in fields(value)}
     if isinstance(value, Mapping):
         return {str(k): plain(v, f"{where}.{k}") for k, v in value.items()}
@@ -368,7 +368,7 @@ def leaves(
     key: str = "",  # of the tree itself
 ) -> Iterator[tuple[str, Any]]:  # dotted key, value
     "Everything in a tree that holds nothing itself."
-    if is_dataclass(tree) and not isinstance(tree, type):
+    if is_dataclass(tree) and not callable(tree):
         tree = {f.name: getattr(tree, f.name) for f in fields(tree)}
     if isinstance(tree, (list, tuple)):
         tree = dict(enumerate(tree))

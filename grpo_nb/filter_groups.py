@@ -386,7 +386,8 @@ def expected_gen_batches(
     "Generation batches per training step: 1/(1-f) with carry-over, the exact binomial sum without."
     from scipy.special import bdtr  # the binomial distribution function
 
-    if check_number("filter_rate", filter_rate, 0, 1) == 1:
+    filter_rate = check_number("filter_rate", filter_rate, 0, 1)
+    if filter_rate == 1:
         return math.inf
     size = gen_batch_size or batch_size or 1
     mean = (batch_size or size) / size / (1 - filter_rate)

@@ -103,7 +103,7 @@ def _by_sign(advantage_NS: Tensor, positive: float, negative: float) -> Tensor:
 @POLICY_LOSSES.register()
 def sapo(log_ratio_NS, advantage_NS, tau_pos=1.0, tau_neg=1.05):
     "Soft gate around ratio 1: the larger tau, the more it damps."
-    check_number("The lower temperature", min(tau_pos, tau_neg), 0, above=True)
+    tau_pos, tau_neg = (check_number("tau", tau, 0, above=True) for tau in (tau_pos, tau_neg))
     tau_NS = _by_sign(advantage_NS, tau_pos, tau_neg)
     return -advantage_NS * torch.sigmoid(tau_NS * (to_ratio(log_ratio_NS) - 1)) * 4 / tau_NS
 
@@ -111,7 +111,7 @@ def sapo(log_ratio_NS, advantage_NS, tau_pos=1.0, tau_neg=1.05):
 @POLICY_LOSSES.register()
 def dro(log_ratio_NS, advantage_NS, logp_NS, beta):
     "Policy gradient with a squared log-ratio penalty of strength `beta`, which sets the scale of the advantage."
-    check_number("beta", beta, 0, above=True)
+    beta = check_number("beta", beta, 0, above=True)
     return 0.5 * beta * log_ratio_NS.square() - advantage_NS * logp_NS
 
 # %% ../nbs/method/01_losses.ipynb #49ef7ea5

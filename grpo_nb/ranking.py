@@ -74,15 +74,14 @@ def _rank_reward(
     penalties: dict[str, float] | None = None,
 ) -> Callable[..., list[list[float]]]:
     "A reward function of values per rank."
-    penalties = penalties or {}
-    for status, value in penalties.items():
-        one_of(
-            "item status", status, STATUSES[1:-1]
-        )  # beyond rank K there is nothing to subtract from
-        check_number(f"penalties[{status!r}], which is subtracted,", value, 0)
+    known, what = STATUSES[1:-1], "penalties[{!r}], which is subtracted,"  # none beyond rank K
+    penalties = {
+        one_of("item status", k, known): check_number(what.format(k), v, 0)
+        for k, v in (penalties or {}).items()
+    }
     if not (isinstance(missing, float) and math.isnan(missing)):
-        check_number("missing", missing)
-    check_number("error", error)
+        missing = check_number("missing", missing)
+    error = check_number("error", error)
 
     def reward(prompts, completions, **columns):
         seen = _task_column(columns, "seen", len(completions), required=False)
@@ -118,9 +117,8 @@ def _read_risks(risks: Mapping) -> dict[tuple, dict[str, float]]:
     "The table by film; a film with two different entries is refused."
     found = {}
     for film, risk in risks.items():
-        for trait, value in risk.items():
-            check_number(f"The risk {trait!r} of {film!r}", value, 0, 1)
-        first, known = found.setdefault(film_key(film), (film, dict(risk)))
+        risk = {t: check_number(f"The risk {t!r} of {film!r}", v, 0, 1) for t, v in risk.items()}
+        first, known = found.setdefault(film_key(film), (film, risk))
         if known != risk:
             raise ValueError(
                 f"{first!r} and {film!r} are one film with two entries, {known} and {risk}: keep one of them."

@@ -422,6 +422,8 @@ def __init__(
     join_processes()
     self.config = c = _make_config(config, self.config_class)
     self.callbacks = check_callbacks(callbacks)
+    if eval_tasks is None and "tasks.eval" in given_keys(c) and c.tasks.eval:
+        eval_tasks, opened = c.tasks.eval, [*opened, "eval_tasks"]
     parts = {"policy": policy, "tasks": tasks, "rewards": rewards, "eval_tasks": eval_tasks}
     parts["reference"] = reference
     self.given = {k: v for k, v in parts.items() if k not in opened}  # objects of one's own

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import json
 import re
@@ -16,11 +17,17 @@ import torch
 import yaml
 from transformers import BertConfig, BertLMHeadModel
 
+from grpo_nb.advantages import grpo
 from grpo_nb.cli import _open_block
 from grpo_nb.config import describe, given_keys
+from grpo_nb.filter_groups import expected_gen_batches
 from grpo_nb.lab import recipe
 from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_stream
+from grpo_nb.list_parsing import ListParser
+from grpo_nb.losses import POLICY_LOSSES
+from grpo_nb.policies.samplers import ddim_sampler
 from grpo_nb.policies.tokens import TokenPolicy
+from grpo_nb.ranking import SafetyOracle, make_relevance_reward
 from grpo_nb.reward_runner import RewardRunner
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
@@ -66,7 +73,8 @@ KEYS = [
     ("tasks.selector", "random", {}, USED),
     ("tasks.selector", "random", {"tasks": Stream(ROWS)}, REFUSED),
     ("tasks.shuffle", False, {"tasks": Stream(ROWS)}, REFUSED),
-    ("tasks.eval", "other.jsonl", {}, TOLD),
+    ("tasks.eval", "data:tasks/middle_eval.jsonl", {}, USED),  # the default, said aloud
+    ("tasks.eval", "other.jsonl", {"eval_tasks": ROWS}, TOLD),
     ("rewards.functions", {"exact_answer": {}}, {}, TOLD),
     ("rewards.run.on_none", "raise", {}, USED),
     ("rewards.run.on_none", "raise", {"rewards": RewardRunner(RIGHT)}, REFUSED),
@@ -82,6 +90,38 @@ KEYS = [
     ("filter_groups.surplus", "carry", {}, TOLD),
     ("advantage.eps", 0.1, {}, USED),
 ]
+
+
+# objects that no copy can be made of
+odd = [json, (i for i in "a"), torch.Generator(), torch.ones(3, requires_grad=True) * 2]
+ODD_KEYS = ["advantage.weights", "advantage.weights.even", "advantage.options.eps", "tasks.shares", "policy.lora.r", "update.loss.options.a", "filter_groups.weights.even"]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ODD_KEYS)
+def test_an_odd_object_in_a_configuration_is_refused_by_its_key(key, policy):
+    for value in odd:
+        with pytest.raises(ValueError) as e:
+            GRPO(policy, ROWS, even, SMALL | {"steps": 1, key: value}).step()
+        assert any(part in str(e.value) for part in key.split(".")) and "\n" not in str(e.value)
+
+
+@dataclasses.dataclass
+class Scaled:
+    "An estimator and a reward with fields of its own, which have no hash."
+
+    scale: float = 1.0
+
+    def __call__(self, rewards=None, groups=None, completions=None, **columns):
+        return even(completions) if rewards is None else rewards[:, 0] * self.scale
+
+
+def test_a_dataclass_that_is_called_is_a_function_not_a_mapping(tmp_path, policy):
+    config = SMALL | {"advantage.mode": Scaled(2.0), "run.dir": str(tmp_path / "run")}
+    trainer = GRPO(policy, ROWS, Scaled(), config).fit(1)
+    trainer.close()
+    told = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert "advantage.mode" in given_keys(trainer.config)
+    assert told["advantage"]["mode"].startswith("<passed: test_door.Scaled")
 
 
 @pytest.mark.parametrize("key, value, parts, outcome", KEYS, ids=lambda x: str(x)[:30])
@@ -426,3 +466,22 @@ def test_adapters_made_in_several_threads_are_those_of_one_alone():
 
 def test_every_key_says_what_it_means():
     assert [r["key"] for r in describe(GRPOConfig) if not r["meaning"]] == []
+
+
+LIST = ListParser(2)
+NUMBERS = [
+    (lambda x: ddim_sampler(2, eta=x), ".5"),
+    (lambda x: expected_gen_batches(x), "1"),
+    (lambda x: grpo([0.0, 1.0], [0, 0], eps=x).tolist(), ".5"),
+    (lambda x: POLICY_LOSSES["sapo"](torch.ones(2), torch.ones(2), tau_pos=x).tolist(), "2"),
+    (lambda x: POLICY_LOSSES["dro"](torch.ones(2), torch.ones(2), torch.ones(2), x).tolist(), "2"),
+    (lambda x: make_relevance_reward(LIST, error=x)([""], ["?"], relevant=[["A"]]), "-2"),
+    (lambda x: make_relevance_reward(LIST, missing=x)([""], ["1. A (1999)"], relevant=[["A"]]), "-2"),
+    (lambda x: make_relevance_reward(LIST, penalties={"duplicate": x})([""], ["1. A (1999)\n2. A (1999)"], relevant=[["A"]]), "2"),
+    (lambda x: SafetyOracle({"Heat (1995)": {"gore": x}}, "safe").violates("Heat", 1995, ["gore"]), ".9"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("made, text", NUMBERS)
+def test_a_number_given_as_text_is_that_number(made, text):
+    assert repr(made(text)) == repr(made(float(text)))

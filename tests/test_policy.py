@@ -302,6 +302,8 @@ def check_encoded(template, prompt, want, system=None):
 
 
 PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}a"
+USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}a"
+LAST = "{{ messages[-1].content }}a"
 FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
 
@@ -311,6 +313,10 @@ FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}
         (PARTS, [U | {"content": [{"type": "text", "text": "1+"}]}], "1+a"),
         (PARTS, "1+", "leaves out what"),  # a text has no parts, so nothing is left of it
         ("a", "1+", "leaves out what"),
+        (USERS, [S, U], "leaves out what {'role': 'system'"),
+        (LAST, [U, A, U], "leaves out what {'role': 'user'"),  # not the one that it says
+        (LAST, [U | {"content": ""}, U], "1+a"),
+        (LAST, [U], "1+a"),
         (FIRST + TEMPLATE, [S, U], "<bos>s8<bos>u1+a"),
         (FIRST + TEMPLATE, "1+", "no system"),
         (TEMPLATE, [U, A | {"content": None, "tool_calls": []}], "The chat template does not take"),

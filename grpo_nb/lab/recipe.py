@@ -77,10 +77,10 @@ class TasksConfig(StreamConfig):
     tasksets: list | None = None  # several tasksets instead of `train`: {name, path, selector, ...}
     shares: str | list | dict[str, Any] = "size"  # how they are mixed, see `TasksetScheduler`
 
-    def __post_init__(self):
+    def settle(self):
         own = self.tasksets or self.train != TasksConfig.train
-        if own and self.eval == TasksConfig.eval:  # other tasks than were trained on
-            self.eval = None
+        if own and "eval" not in given_keys(self) and self.eval == TasksConfig.eval:
+            object.__setattr__(self, "eval", None)  # made for the tasks of `train`
 
 
 @configuration

@@ -99,7 +99,8 @@ class Sampler:
                 f"Times and levels need one entry per step and at least one, got {sizes}."
             )
         most = 1 if self.scheme == "ddim" else math.inf
-        check_number(f"noise of {self.scheme!r}", self.noise, 0, most)
+        noise = check_number(f"noise of {self.scheme!r}", self.noise, 0, most)
+        object.__setattr__(self, "noise", noise)
         known = ("x0", "flow", "eps") if self.by_sigma else ("x0", "eps", "v")
         one_of(f"prediction for {self.scheme!r}", self.prediction, known)
         if self.prediction == "eps" and self.by_sigma and max(self.level_T) >= 1:

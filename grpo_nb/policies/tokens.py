@@ -367,18 +367,27 @@ def _templated(self: TokenPolicy, prompt: str | list[dict]) -> str:
         messages, begun = messages[:-1], False
     end = {"add_generation_prompt": not begun, "continue_final_message": begun}
     text = self._rendered(messages, **end)
-    texts = {str: "\u00b7", list: [{"type": "text", "text": "\u00b7"}]}
-    bare = [m | {"content": texts.get(type(m["content"]), m["content"])} for m in messages]
-    without = self._rendered(bare, **end)
+    marks = [f"\u00b7{i}\u00b7" for i in range(len(messages))]
+    without = self._rendered([_saying(k, m) for k, m in zip(marks, messages)], **end)
     added = self.tokenizer.added_tokens_decoder.values()
     for mark in [t.content for t in added if t.special and t.content in without]:
         if any(mark in str(m["content"]) for m in messages):
             raise ValueError(
                 f"The prompt holds {mark!r}, which the chat template adds: give the bare text, or strings with chat=False."
             )
-    if text == without and bare != messages:
-        raise ValueError(f"The chat template leaves out what {messages!r} says.")
+    lost = [m for k, m in zip(marks, messages) if m["content"] and k not in without]
+    if lost:
+        raise ValueError(
+            f"The chat template leaves out what {lost[0]!r} says: put it into another message, or set tokenizer.chat_template."
+        )
     return text
+
+
+def _saying(mark: str, message: dict) -> dict:
+    "The message with a mark for what it says, if it says something."
+    told = message["content"]
+    parts = [{"type": "text", "text": mark}] if isinstance(told, (list, tuple)) else mark
+    return message | {"content": parts} if told else message
 
 
 @patch
