@@ -23,7 +23,7 @@ from .files import read_jsonl
 # %% ../nbs/method/02_metrics.ipynb #65c86dca
 COUNTERS = tuple(
     "n_prompts n_rollouts_generated n_rollouts_trained tokens_generated tokens_trained reward_calls optimizer_steps "
-    "forward_tokens gen_seconds reward_seconds train_seconds wall_seconds".split()
+    "forward_tokens gen_seconds reward_seconds train_seconds wall_seconds num_tokens".split()
 )
 
 

@@ -110,7 +110,6 @@ class GRPO:
         self.last = _LastStep(rollout, advantages, report)
         row = report.metrics() | metrics | _completion_metrics(rollout)
         row |= {"learning_rate": lr, "epoch": getattr(self.stream, "epoch", math.nan)}
-        row["num_tokens"] = self.counters.values["tokens_generated"]
         return self._end_step(row, start, record)
 
 # %% ../nbs/method/04_trainer.ipynb #a9371c5e
@@ -179,8 +178,12 @@ def sample(
     if "staleness" in rollout.info:  # a server drew it
         rollout.info["policy_version"] = self.policy_version - rollout.info["staleness"]
     tokens = int(rollout.mask_NS.sum())
+    read = rollout.states.get("prompt_len", torch.zeros(1)).sum()
     self.counters.add(
-        n_prompts=len(tasks), n_rollouts_generated=len(rollout), tokens_generated=tokens
+        n_prompts=len(tasks),
+        n_rollouts_generated=len(rollout),
+        tokens_generated=tokens,
+        num_tokens=int(read) + tokens,
     )
     return rollout
 

@@ -75,6 +75,8 @@ def test_what_is_generated_and_what_is_trained_is_counted_apart_and_the_stream_h
     assert last["n_rollouts_generated"] == batches * 24 > last["n_rollouts_trained"] == 72
     assert sum(stream.asked) == last["n_prompts"] == stream.cursor == batches * 6
     assert 0 < last["forward_tokens"] <= last["tokens_trained"] < last["tokens_generated"]
+    prompts = sum(int(r.states["prompt_len"].sum()) for r in stream.told)
+    assert last["num_tokens"] == last["tokens_generated"] + prompts
     passes = {"update.num_epochs": 2, "update.minibatch_size": 8, "steps": 1}
     row = make(*(f"{k}={v}" for k, v in passes.items())).fit().history[-1]
     assert row["optimizer_steps"] == 6 and row["forward_tokens"] == 2 * rows[0]["forward_tokens"]

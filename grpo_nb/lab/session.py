@@ -254,7 +254,8 @@ def _remember(trainer: GRPO) -> Callable[[], None]:  # puts it back
     "What drawing a batch changes: generators, the stream, counters, samples that wait for rewards."
     generators = {k: g.get_state() for k, g in trainer.generators.items()}
     counters = dict(trainer.counters.values)
-    drawn = {k: counters[k] for k in ("n_prompts", "n_rollouts_generated", "tokens_generated")}
+    names = ("n_prompts", "n_rollouts_generated", "tokens_generated", "num_tokens")
+    drawn = {k: counters[k] for k in names}
     stream = trainer.stream.state_dict() if hasattr(trainer.stream, "state_dict") else None
     collector = trainer.collector
     batches = collector and collector.gen_steps

@@ -286,7 +286,7 @@ def add_lora(
         raise ValueError("The model has adapters, and those are trained: leave lora out.")
     options = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "seed": 0} | options
     for key in options:
-        one_of("key of lora", key, ["seed", *(f.name for f in fields(LoraConfig))])
+        one_of("key of lora (the rank is r)", key, ["seed", *(f.name for f in fields(LoraConfig))])
     layers, wanted = dict(model.named_modules()), options["target_modules"]
     known = {k.rpartition(".")[2] for k in layers} - {""}
     for name in [] if isinstance(wanted, str) else wanted or []:
