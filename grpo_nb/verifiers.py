@@ -353,9 +353,9 @@ def _read_math(text: str, limit: int) -> Any:  # a sympy object; None if it cann
 
 
 def _same_math(gold: Any, guess: Any, limit: int) -> bool:
-    "Equal numbers to 40 digits, equal expressions, or what math-verify finds equal: sets, intervals, equations, matrices."
+    "Equal finite numbers to 200 digits, equal expressions, or what math-verify finds equal: sets, intervals, equations, matrices."
     from math_verify import verify
-    from sympy import Eq, Expr, FiniteSet, simplify
+    from sympy import Eq, Expr, FiniteSet, nan, oo, simplify, zoo
     from sympy.logic.boolalg import BooleanAtom
 
     if gold.has(Eq) != guess.has(Eq):
@@ -363,12 +363,14 @@ def _same_math(gold: Any, guess: Any, limit: int) -> bool:
     sets = len({isinstance(x, FiniteSet) for x in (gold, guess)})  # 1 or {1}, (1,2) or 1,2
     if sets == 2 or gold.has(Eq) != guess.has(Eq) or isinstance(gold, BooleanAtom):
         return False
+    if gold.has(zoo, nan) or guess.has(zoo, nan):  # 1/0
+        return False
     if not (isinstance(gold, Expr) and isinstance(guess, Expr)):
         options = dict(numeric_precision=100, timeout_seconds=limit, raise_on_error=True)
         return verify(gold, guess, **options)
     if gold.is_number and guess.is_number and not (gold.is_Rational and guess.is_Rational):
-        a, b = gold.evalf(50), guess.evalf(50)
-        return gold == guess or a == b or bool(abs(a - b) < abs(a) * 10**-40)  # infinity: not <
+        size, apart = abs(gold.evalf(50)), abs((gold - guess).evalf(2, maxn=200))
+        return size != oo and bool(apart <= size * 10**-200)
     return bool(simplify(gold - guess) == 0)
 
 # %% ../nbs/method/02_verifiers.ipynb #99b944b9
@@ -406,8 +408,10 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     if two_units or all(several) and len({*several}) == 2 or lists == {0, 1}:
         return False
     pair = _quantity(found), _quantity(reference)
-    base = lambda text: re.sub(r"_\{(\w+)\}", r"_\1", re.sub(r"(?<!\w) | (?!\w)", "", text))
-    same = base(found) == base(reference)  # 101_2 and 101_{2}
+    base = lambda text: re.sub(
+        r"_\{(\w+)\}", r"_\1", re.sub(r"(?<!\w) | (?!\w)", "", text)
+    ).removeprefix("+")
+    same = base(found) == base(reference)  # 101_2 and 101_{2}, +x and x
     if same or None not in pair:
         return same or _same_quantity(*pair)
     if _is_prose(reference):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -175,6 +176,14 @@ def test_filter_lines_of_other_forms_say_the_same(form):
     frame, summary = parse_filter_logs(LINES[form])
     found = frame[["prompts", "filtered", "kept", "accumulated", "target"]].values.tolist()
     assert found == [[1024, 1000, 24, 24, 1024]] and not summary["issues"]
+
+
+def test_a_long_log_takes_linear_time_and_nested_metrics_are_read():
+    row = "{'train': {" + "'x/mean': .123, " * 40 + "'num_gen_batches': 2}}\n"
+    noise = "step 1: loading batch 7 of x, filter\n" * 20
+    start = time.process_time()
+    found = [parse_filter_logs((noise + row) * n)[1]["num_gen_batches"] for n in (1, 1000)]
+    assert found == [2, 2000] and time.process_time() - start < 10
 
 
 def test_one_process_number_on_two_nodes_is_two_workers():

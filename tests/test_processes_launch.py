@@ -23,12 +23,13 @@ ENV |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
 
-def start(folder, wait="60"):
+def start(folder, *more, wait="60"):
     "A training on two processes in a session of its own; its output goes to a file."
-    command = [*TORCHRUN, "2", "-m", "grpo_nb", "train", RECIPE, *SMALL, f"run.dir={folder}/run"]
+    command = [*TORCHRUN, "2", "-m", "grpo_nb", "train", RECIPE, *SMALL, *more, "steps=200"]
+    command.append(f"run.dir={folder}/run")
     with open(folder / "out.txt", "w") as out:
         how = {"stdout": out, "stderr": out, "env": ENV | {"GRPO_NB_TIMEOUT": wait}}
-        return subprocess.Popen([*command, "steps=200"], **how, start_new_session=True)
+        return subprocess.Popen(command, **how, start_new_session=True)
 
 
 def goes_on(folder, capsys):
@@ -79,7 +80,7 @@ def test_one_process_is_gone_or_hangs_and_the_run_goes_on(tmp_path, how, capsys)
 
 
 def test_an_interrupt_stops_all_with_one_checkpoint_and_one_process_goes_on(tmp_path, capsys):
-    training = start(tmp_path)
+    training = start(tmp_path, "policy.shard=true")
     wait_for_step(tmp_path, 2, training)
     os.killpg(training.pid, signal.SIGINT)  # as a terminal does; torchrun passes it on once more
     training.wait(120)

@@ -17,42 +17,39 @@ from typing import Any
 from ..files import _as_utf8, _plain_log
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #4087a695
-_N = r"\d+(?:\.\d+)?(?:[eE][-+]?\d{1,2})?"
-_PATTERNS = {  # what a line says: the text it is found in, with names for its numbers
-    "generated": r"Generated batch (?P<batch>\d+), (?P<prompts>\d+) prompts(?:, (?P<trajectories>\d+) trajectories)?",
-    "total": r"Total prompts: (?P<prompts>\d+)",
-    "filtered": r"Filtered(?: \(std=0\): (?=\d+\b)|: (?=\d+ prompts))(?P<filtered>\d+)",
-    "kept": r"Kept(?: \(std>0\): (?=\d+\b)|: (?=\d+ prompts))(?P<kept>\d+)",
-    "mean_std": rf"Mean std: (?P<mean_std>{_N}|nan)",
-    "accumulated": r"Accumulated(?: prompts)?: (?P<accumulated>\d+)(?: prompts| / (?P<target>\d+))",
+_N = r"\d+(?:\.\d+)?(?:e[-+]?\d{1,2})?"
+_STEP = r"train(?:/|['\"]: ?\{[^{}]*['\"])"  # train/x, or {'train': {'x'
+_PATTERNS = {  # what a line in small letters says: the text it is found in, with names for its numbers
+    "generated": r"generated batch (?P<batch>\d+), (?P<prompts>\d+) prompts(?:, (?P<trajectories>\d+) trajectories)?",
+    "total": r"total prompts: (?P<prompts>\d+)",
+    "filtered": r"filtered(?: \(std=0\): (?=\d+\b)|: (?=\d+ prompts))(?P<filtered>\d+)",
+    "kept": r"kept(?: \(std>0\): (?=\d+\b)|: (?=\d+ prompts))(?P<kept>\d+)",
+    "mean_std": rf"mean std: (?P<mean_std>{_N}|nan)",
+    "accumulated": r"accumulated(?: prompts)?: (?P<accumulated>\d+)(?: prompts| / (?P<target>\d+))",
     "compared": r"num_prompt_in_batch=(?P<accumulated>\d+) ?[<>]=? ?prompt_bsz=(?P<target>\d+)",
-    "more": r"num_gen_batches=(?P<batch>\d+)(?: ?< ?max_num_gen_batches=\d+)?\. (?:Keep|Continue) generating",
+    "more": r"num_gen_batches=(?P<batch>\d+)(?: ?< ?max_num_gen_batches=\d+)?\. (?:keep|continue) generating",
     "cap": r"num_gen_batches=\d+ ?>=? ?(?:\w+\.)*max_num_gen_batches=\d+",
-    "full": r"(?:Collected enough data|Enough data collected)\.",
-    "partial": r"Training on a partial batch: \d+ trajectories",
-    "skipped": r"Skipping the step: \w+",
-    "num_gen_batches": rf"train/num_gen_batches['\"]? ?[:=] ?(?P<num_gen_batches>{_N})",
-    "filter_rate": rf"train/filter_rate['\"]? ?[:=] ?(?P<filter_rate>{_N})",
+    "full": r"(?:collected enough data|enough data collected)\.",
+    "partial": r"training on a partial batch: \d+ trajectories",
+    "skipped": r"skipping the step: \w+",
+    "num_gen_batches": rf"{_STEP}num_gen_batches['\"]? ?[:=] ?(?P<num_gen_batches>{_N})",
+    "filter_rate": rf"{_STEP}filter_rate['\"]? ?[:=] ?(?P<filter_rate>{_N})",
 }
-_SAID = re.compile(  # in each line that is understood
-    r"(?i)batch|prompts?:|filtered|kept|mean\s+std|accumulated|filter_rate|enough\s+data|skipping"
-)
+_PATTERNS = {fact: re.compile(text) for fact, text in _PATTERNS.items()}
 _HINT = re.compile(  # a line that should have been understood
     r"(?i)generated batch|\b(?:filtered|kept|accumulated|dropped|discarded)\b[^.]{0,80}\d|num_prompt_in_batch|"
     r"\bfiltering \d|zero[- ](?:variance|std)|\d[^.:]{0,80}\b(?:groups?|prompts?)\b[^.:]{0,80}\b(?:filtered|removed|dropped|skipped|discarded)|"
     r"(?<!max_)num_gen_batches|enough data|\b(?:skipp|dropp|remov|discard|filter)(?:ing|ed) (?:group|prompt)"
 )
+_hinted = lru_cache(4)(_HINT.search)
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #b3788b3d
 def _match_line(line: str) -> list[tuple[str, dict]]:
     "What a line says, with the numbers in it."
 
     number = lambda v: int(v) if v.isdigit() else float(v)
-    if not _SAID.search(line):
-        return []
-    line = re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", " ".join(line.split()))  # 1,024
-    each = ((fact, re.finditer(text, line, re.IGNORECASE)) for fact, text in _PATTERNS.items())
-    found = [(m, fact) for fact, matches in each for m in matches]
+    line = re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", " ".join(line.lower().split()))  # 1,024
+    found = [(m, fact) for fact, text in _PATTERNS.items() for m in text.finditer(line)]
     found.sort(key=lambda x: x[0].start())
     there = lambda m: {k: number(v) for k, v in m.groupdict().items() if v is not None}
     return [(fact, there(match)) for match, fact in found]
@@ -214,7 +211,7 @@ def parse_filter_logs(
     unread, worker = [], ""
     for line in _unwrapped(lines):
         facts = _match_line(line)
-        if not facts and _HINT.search(line):
+        if not facts and _hinted(line):
             unread.append(line.strip()[:160])
         worker = _worker_of(line, worker, bool(facts), readers)
         for fact, numbers in facts:
@@ -253,7 +250,7 @@ def _unwrapped(lines: Iterable[str]) -> Iterator[str]:
         rest = line[name.end() :] if name else line
         both = [whole.rstrip() + gap + rest.lstrip() for gap in (" ", "")]
         mine = name is None or begun and name[0] == begun[0]
-        if mine and not says(line) and _HINT.search(whole):
+        if mine and not says(line) and _hinted(whole):
             if says(more := max(both, key=says)) > says(whole):
                 whole = more
                 continue
