@@ -231,7 +231,8 @@ def gdpo(
 ) -> Tensor:  # (N,) or (N, K)
     "Normalise each reward in its group, add with weights, whiten over the batch."
     r = grouped_rewards(rewards, group_N, weights, **batch)
-    if one_of("single", single, ("grpo", "whiten")) == "grpo" and len(r.weights_R) == 1:
+    alone = sum(w != 0 for w in r.weights_R) == 1
+    if one_of("single", single, ("grpo", "whiten")) == "grpo" and alone:
         return grpo(rewards, group_N, weights, eps=eps, ddof=ddof, **batch)
     _warn_one_group(r)
     z_NRK = r.normalise(r.rewards_NRK, eps, ddof)
@@ -335,10 +336,11 @@ def saw(
     "GDPO with weights proportional to each reward's coefficient of variation c in the batch, mean 1."
     r = grouped_rewards(rewards, group_N, weights, **batch)
     c_R = [
-        (b.std / ((b.mean - low_k).abs() + 1e-8)).nan_to_num(0.0).item()
-        for b, low_k, _ in _ranges(r, low, math.inf, ddof)
+        (b.std / ((b.mean - low_k).abs() + 1e-8)).nan_to_num(0.0).item() * (w != 0)
+        for w, (b, low_k, _) in zip(r.weights_R, _ranges(r, low, math.inf, ddof))
     ]
-    share_R = [len(c_R) * c / sum(c_R) if sum(c_R) else 1.0 for c in c_R]
+    used = sum(w != 0 for w in r.weights_R)
+    share_R = [used * c / sum(c_R) if sum(c_R) else 1.0 for c in c_R]
     w_R = [w * share for w, share in zip(r.weights_R, share_R)]
     stages = dict(eps=eps, eps_batch=eps_batch, ddof=ddof)
     return gdpo(rewards, group_N, w_R, single="whiten", **stages, **batch)
@@ -350,7 +352,7 @@ def _ranges(r: GroupedRewards, low, high, ddof: int = 1) -> list[tuple[GroupStat
     low, high = (np.broadcast_to(v, R).tolist() for v in (low, high))
     out = [(r._batch_stats(r.rewards_NRK[:, k], ddof), low[k], high[k]) for k in range(R)]
     for k, (b, low_k, high_k) in enumerate(out):
-        if b.min < low_k or b.max > high_k:
+        if r.weights_R[k] and (b.min < low_k or b.max > high_k):
             raise ValueError(
                 f"Component {k} has rewards {b.min:g} to {b.max:g}, outside low={low_k:g} to "
                 f"high={high_k:g}: give its true range."

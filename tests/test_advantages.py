@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 from pathlib import Path
@@ -376,6 +377,16 @@ def test_a_reward_of_weight_0_is_only_looked_at():
         out = compute_advantages(x, ids, config=AdvantageConfig(name, [1, 0]), lengths_N=[1] * 4)
         assert (out.values == 0).all() and out.metrics["frac_reward_zero_std"] == 1
         assert out.metrics["adv/dead_groups"] == 1 and out.metrics["rewards/r1/mean"] > 0
+    x, ids = torch.arange(36.0).sin().abs().view(12, 3), torch.arange(12) // 4
+    for name, w in itertools.product(sorted(ADVANTAGES), ([0.5, 0, 2], [0, 0, 1])):
+        used = [k for k, weight in enumerate(w) if weight]
+        logged = torch.where(torch.tensor(w) == 0, -9 * x, x)  # outside of every range
+        both = [(logged, w), (x[:, used], [w[k] for k in used])]
+        found = [
+            compute_advantages(x, ids, config=AdvantageConfig(name, w), lengths_N=[1] * 12).values
+            for x, w in both
+        ]
+        assert torch.equal(*found), name
     alone = [[1, 0.3], [NAN, 0.7], [0, 0.2]]  # nothing that has a weight applies to the second
     out = compute_advantages(alone, [0, 0, 0], config=AdvantageConfig("dr_grpo", [1, 0]))
     assert out.values.tolist() == [0.5, 0, -0.5] and out.metrics["adv/invalid_rows"] == 1
