@@ -302,6 +302,7 @@ def check_encoded(template, prompt, want, system=None):
 
 
 PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}a"
+BEGUN = "{% for m in messages %}{{ m.content[0].text or m.content[:1] }}{% endfor %}a"
 USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}a"
 LAST = "{{ messages[-1].content }}a"
 FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -313,6 +314,12 @@ FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}
         (PARTS, [U | {"content": [{"type": "text", "text": "1+"}]}], "1+a"),
         (PARTS, "1+", "leaves out what"),  # a text has no parts, so nothing is left of it
         ("a", "1+", "leaves out what"),
+        (BEGUN, "1+", "leaves out what"),  # of a text its end, of two parts the second
+        (
+            BEGUN,
+            [U | {"content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+"}]}],
+            "leaves out what",
+        ),
         (USERS, [S, U], "leaves out what {'role': 'system'"),
         (LAST, [U, A, U], "leaves out what {'role': 'user'"),  # not the one that it says
         (LAST, [U | {"content": ""}, U], "1+a"),

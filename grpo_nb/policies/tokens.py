@@ -367,27 +367,31 @@ def _templated(self: TokenPolicy, prompt: str | list[dict]) -> str:
         messages, begun = messages[:-1], False
     end = {"add_generation_prompt": not begun, "continue_final_message": begun}
     text = self._rendered(messages, **end)
-    marks = [f"\u00b7{i}\u00b7" for i in range(len(messages))]
-    without = self._rendered([_saying(k, m) for k, m in zip(marks, messages)], **end)
-    added = self.tokenizer.added_tokens_decoder.values()
-    for mark in [t.content for t in added if t.special and t.content in without]:
-        if any(mark in str(m["content"]) for m in messages):
-            raise ValueError(
-                f"The prompt holds {mark!r}, which the chat template adds: give the bare text, or strings with chat=False."
-            )
-    lost = [m for k, m in zip(marks, messages) if m["content"] and k not in without]
-    if lost:
+    marks = [f"\ue000{i}\ue000" for i in range(len(messages))]
+    marked = [_with_mark(*both) for both in zip(messages, marks)]
+    shown, said = self._rendered(marked, **end), str([m["content"] for m in messages])
+    specials = [t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special]
+    for mark in [x for x in specials if 0 < said.count(x) < text.count(x)]:
         raise ValueError(
-            f"The chat template leaves out what {lost[0]!r} says: put it into another message, or set tokenizer.chat_template."
+            f"The prompt holds {mark!r}, which the chat template adds: give the bare text, or strings with chat=False."
         )
+    for m, k, message in zip(marked, marks, messages):
+        if shown.count(k) < str(m["content"]).count(k):
+            raise ValueError(
+                f"The chat template leaves out what {message!r} says: say it in another way, or set tokenizer.chat_template."
+            )
     return text
 
 
-def _saying(mark: str, message: dict) -> dict:
-    "The message with a mark for what it says, if it says something."
+def _with_mark(message: dict, mark: str) -> dict:
+    "The message with a mark after each text that it says."
     told = message["content"]
-    parts = [{"type": "text", "text": mark}] if isinstance(told, (list, tuple)) else mark
-    return message | {"content": parts} if told else message
+    if isinstance(told, str):
+        return message | {"content": told and told + mark}
+    ends = lambda p: (
+        p | {"text": p["text"] + mark} if isinstance(p, Mapping) and p.get("text") else p
+    )
+    return message | {"content": told and [*map(ends, told)]}
 
 
 @patch
