@@ -367,16 +367,16 @@ def _templated(self: TokenPolicy, prompt: str | list[dict]) -> str:
         messages, begun = messages[:-1], False
     end = {"add_generation_prompt": not begun, "continue_final_message": begun}
     text = self._rendered(messages, **end)
-    marks = [f"\ue000{i}\ue000" for i in range(len(messages))]
+    marks = [f"\u2e30{i}\u2e30" for i in range(len(messages))]
     marked = [_with_mark(*both) for both in zip(messages, marks)]
     shown, said = self._rendered(marked, **end), str([m["content"] for m in messages])
     specials = [t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special]
-    for mark in [x for x in specials if 0 < said.count(x) < text.count(x)]:
+    if added := [x for x in specials if 0 < said.count(x) < text.count(x)]:
         raise ValueError(
-            f"The prompt holds {mark!r}, which the chat template adds: give the bare text, or strings with chat=False."
+            f"The prompt holds {added[0]!r}, which the chat template adds: give the bare text, or strings with chat=False."
         )
-    for m, k, message in zip(marked, marks, messages):
-        if shown.count(k) < str(m["content"]).count(k):
+    for m, mark, message in zip(marked, marks, messages):
+        if shown.count(mark) < str(m["content"]).count(mark):
             raise ValueError(
                 f"The chat template leaves out what {message!r} says: say it in another way, or set tokenizer.chat_template."
             )
