@@ -107,7 +107,7 @@ class _AnswerFinder:
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _WRAPPED = re.compile(
     r"(\$\$?|\*\*?|__|`)(?P<a>.+)\1\.?|\\\((?P<b>(?:(?!\\\)).)+)\\\)\.?|\\\[(?P<c>(?:(?!\\\]).)+)\\\]\.?"
-    r"|\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|underline) ?\{(?P<d>[^{}]*)\}\.?",
+    r"|\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|underline) ?\{(?P<d>(?:[^{}]|\{[^{}]*\})*)\}\.?",
     re.DOTALL,
 )
 _PLAIN = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)} | {0x2212: "-", 0x3000: " "}
@@ -185,12 +185,13 @@ def _same_quantity(a: tuple[Fraction, str] | None, b: tuple[Fraction, str] | Non
 
 def _without_unit(text: str) -> tuple[str, str]:
     "A formula and the unit behind it; empty if it has none."
-    behind = r"(.+?)(?:\\[,; ]|[~ ])*\\(?:text|mathrm|mbox) ?\{ ?(?:(square|sq\.?|cubic) )?([A-Za-z/]+)\.? ?\}(?:\^\{?([23])\}?)?"
-    match = re.fullmatch(behind, text)
-    unit = match and _UNIT.get(match[3], match[3])
-    if match is None or unit not in _UNIT.values():
+    behind = r"\\(?:text|mathrm|mbox) ?\{ ?(?:(square|sq\.?|cubic) )?([A-Za-z/]+)\.? ?\}(?:\^\{?([23])\}?)?$"
+    match = re.search(behind, text)
+    unit = match and _UNIT.get(match[2], match[2])
+    formula = text[: match.start()].rstrip("~ \\,;") if match else ""
+    if not formula or unit not in _UNIT.values():
         return text, ""
-    return match[1], unit + (match[4] or {None: "", "cubic": "3"}.get(match[2], "2"))
+    return formula, unit + (match[3] or {None: "", "cubic": "3"}.get(match[1], "2"))
 
 # %% ../nbs/method/02_verifiers.ipynb #4ada210a
 def _number_texts(value: Any) -> list[str]:
@@ -266,11 +267,14 @@ _ONE_OF_SEVERAL = re.compile(r"(?:\$|\\\)|\\\])\s*(?:[,;]?\s*(?:and|or)|[,;])\s*
 
 def _is_prose(text: str) -> bool:
     "What a parser of LaTeX would multiply, add or drop: words, primes, dots, numbers side by side, bases, lines, several formulas."
-    plain = re.sub(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+(?:_\w)?", "|", text)
-    odd = r"[A-Za-z]{3,}|[0-9]\s+[0-9]|[0-9)}]\s*_|\b0[xXbBoO][0-9]|(?<!\\)\$|\\[(\[]|'"
+    plain = re.sub(r"\\(?:q?quad(?![A-Za-z])|[,;:! ])", " ", text)
+    plain = re.sub(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+(?:_\w)?", "|", plain)
+    factor = r"[(\[] ?\|?[0-9.{} ]+\|?[)\]]"  # 2(3), (2)(3), (2)3
+    factors = rf"(?:(?<![_^.0-9])[0-9.]+|(?<![|\w]){factor}) ?\|?{factor}|(?<![|\w]){factor} ?[0-9]"
+    odd = r"[A-Za-z]{3,}|[0-9]\s+[0-9]|[0-9)}]\s*_|\b0[xXbBoO][0-9]|[0-9][eE][0-9]|(?<!\\)\$|\\[(\[]|['\"]"
     odd_in_latex = r"\\(?:[lc]?dots|approx|equiv|sim|prime|phantom)(?![A-Za-z])|^~|~~"
     lines = "\\\\" in text and "\\begin" not in text
-    return lines or bool(re.search(odd, plain) or re.search(odd_in_latex, text))
+    return lines or bool(re.search(f"{odd}|{factors}", plain) or re.search(odd_in_latex, text))
 
 
 def _mathematics(text: str) -> str:
@@ -400,6 +404,7 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     "Whether two pieces of mathematics are equal, in `limit` seconds a step."
     from math_verify.errors import TimeoutException
     from math_verify.utils import timeout
+    from sympy import Rational
 
     (found, unit), (reference, wanted) = _without_unit(found), _without_unit(reference)
     several = [text.count(",") for text in (found, reference) if "\\{" not in text]  # 1,2 or 1,2,2
@@ -414,16 +419,19 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     same = base(found) == base(reference)  # 101_2 and 101_{2}, +x and x
     if same or None not in pair:
         return same or _same_quantity(*pair)
-    if _is_prose(reference):
+    plain = lambda at: Rational(pair[at][0]) if pair[at] else None  # 1 2/3, 2e3
+    gold, guess = plain(1), plain(0)
+    if gold is None and _is_prose(reference):
         return False
     found, reference = _capitals_apart(found, reference)
-    gold = _read_math(reference, limit)
+    gold = _read_math(reference, limit) if gold is None else gold
     if gold is None and reference.count("{") != reference.count("}"):
         raise ValueError(f"math-verify cannot parse the reference {reference!r}")
     if gold is None:  # sets of points, logic: the same text is right
         return False
     try:
-        guess = None if not found or _is_prose(found) else _read_math(found, limit)
+        if guess is None and found and not _is_prose(found):
+            guess = _read_math(found, limit)
         return guess is not None and timeout(limit)(_same_math)(gold, guess, limit)
     except (Exception, TimeoutException):
         return False  # what cannot be read or compared in its limits is not equal

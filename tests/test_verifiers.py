@@ -22,6 +22,7 @@ from grpo_nb.tasks import Task
 from grpo_nb.verifiers import (
     _MATH_MEMORY,
     _between_tags,
+    _equal_math,
     _gym_scorer,
     _memory_limit,
     _quantity,
@@ -155,11 +156,26 @@ def test_between_tags_finds_the_last_pair(noise, inside):
 
 def test_answers_are_found_in_linear_time():
     start = time.process_time()
-    for piece in ("<answer>", r"\boxed{", "$", "*", "`", "1 ", "1,", r"\(", r"\)", "{", "5 or "):
+    for piece in (
+        "<answer>",
+        r"\boxed{",
+        "$",
+        "*",
+        "`",
+        "1 ",
+        "1,",
+        r"\(",
+        r"\)",
+        "{",
+        "5 or ",
+        "~",
+        "(",
+    ):
         text = piece * (200_000 // len(piece))
         for extract in ("whole", "tags"):
             assert exact_answer(extract=extract)(completion=text, answer="1") == 0.0
         assert answer_tags()(completion=text) == 0.0
+        assert not _equal_math(text, r"5\text{ cm}", 5)
     assert time.process_time() - start < 20
 
 
