@@ -124,8 +124,9 @@ def _read_tree(path: Path) -> dict:
     if not path.exists():
         return {}
     try:
-        read = json.loads if path.suffix == ".json" else yaml.safe_load
-        if isinstance(tree := read(path.read_text(encoding="utf-8")), dict):
+        text, loader = path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        tree = json.loads(text) if path.suffix == ".json" else yaml.load(text, loader)
+        if isinstance(tree, dict):
             return tree
         said = "it holds no mapping"
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as e:
