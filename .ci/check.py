@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,12 +89,8 @@ def tests():
 STEPS = dict(clean=clean, lint=lint, docs=docs, notebooks=notebooks, tests=tests)
 
 
-def main():
-    ap = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    ap.add_argument("--only", default=",".join(STEPS), help="steps, in order")
-    for name in ap.parse_args().only.split(","):
+def carry_out(names):
+    for name in names:
         start = time.time()
         print(f"== {name}", flush=True)
         try:
@@ -102,6 +99,20 @@ def main():
             sys.exit(f"== {name} failed: {' '.join(map(str, e.cmd))} (exit code {e.returncode})")
         if name != "tests":
             print(f"== {name} ok, {time.time() - start:.0f} s", flush=True)
+
+
+def main():
+    ap = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    ap.add_argument("--only", default=",".join(STEPS), help="steps, in order")
+    names = ap.parse_args().only.split(",")
+    short = [n for n in names if n not in ("notebooks", "tests")]
+    with ThreadPoolExecutor(1) as pool:  # what takes one core, beside the notebooks
+        beside = pool.submit(carry_out, short)
+        carry_out([n for n in names if n == "notebooks"])
+        beside.result()
+    carry_out([n for n in names if n == "tests"])
 
 
 if __name__ == "__main__":

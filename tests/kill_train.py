@@ -1,6 +1,6 @@
 """Trains in forked children that are killed at random moments until the run is done, and compares with a run that never stopped.
 
-Run as a script, in a fresh interpreter: `python kill_train.py FOLDER SEED VARIANT:KILLS ...`; prints one JSON line for each.
+`main` prints one JSON line for each variant; its process must have no threads.
 """
 
 import json
@@ -22,14 +22,14 @@ from grpo_nb.lab.recipe import load_config
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 
-COMMON = ["run.progress=false", "num_generations=4", "train_batch_size=4", "steps=5", "threads=1",
+COMMON = ["run.progress=false", "num_generations=4", "train_batch_size=4", "steps=3", "threads=1",
           "checkpoint.every=1", "checkpoint.seconds=0.01", "run.samples_every=1", "run.if_exists=resume",
           "tasks.train=data:tasks/middle_dev.jsonl", "tasks.eval=data:tasks/easy_eval.jsonl"]  # fmt: skip
 VARIANTS = {
     "epochs": ["update.loss.kl_coef=0.01", "optimizer.schedule=cosine", "update.num_epochs=3", "update.minibatch_size=8", "update.kl_stop.target=0.01", "advantage.mode=gdpo"],
-    "filter": ["steps=3", "num_generations=8", "filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson"],
-    "curriculum": ["steps=3", "num_generations=8", "tasks.selector=greso", "filter_groups.enable=true", "eval.every=2", "eval.limit=4", "eval.samples=2"],
-    "workers": ["rewards.run.workers=1", "steps=3"],
+    "filter": ["num_generations=8", "filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson"],
+    "curriculum": ["num_generations=8", "tasks.selector=greso", "filter_groups.enable=true", "eval.every=2", "eval.limit=4", "eval.samples=2"],
+    "workers": ["rewards.run.workers=1"],
 }  # fmt: skip
 
 
@@ -42,7 +42,9 @@ def make(variant, folder):
         return diffusion(folder)
     if variant == "ranking":
         return ranking(folder)
-    config = load_config(None, [*COMMON, *VARIANTS[variant], f"run.dir={folder}"])
+    config = load_config(
+        None, [*COMMON, *VARIANTS[variant], "policy.max_new_tokens=8", f"run.dir={folder}"]
+    )
     rewards = {"length": length_mod}
     if variant in ("epochs", "workers"):
         rewards["ends"] = lambda completion, **columns: float(completion[-1:] in "0123")
@@ -143,9 +145,15 @@ def child(*args):
         os._exit(1)
 
 
-def main(variant, folder, kills, seed):
+def main(folder, kills, variants):
     torch.set_num_threads(1)
-    rng, folder = random.Random(int(seed)), Path(folder)
+    for variant in variants:
+        (folder / variant).mkdir()
+        kill_and_compare(variant, folder / variant, kills)
+
+
+def kill_and_compare(variant, folder, kills):
+    rng = random.Random(0)
     whole, cut = folder / "whole", folder / "cut"
     make(variant, folder / "warm")  # imports happen once, before the forks
     start = time.monotonic()
@@ -154,7 +162,7 @@ def main(variant, folder, kills, seed):
     rounds = 0
     while not done:
         rounds += 1
-        enough = killed >= int(kills) and by_suicide and len(seen) > 1
+        enough = killed >= kills and by_suicide and len(seen) > 1
         own = not enough and rounds % 3 == 0
         pid = child(variant, cut, rng.randrange(1, 40) if own else None)
         deadline = time.monotonic() + (1e9 if enough or own else rng.uniform(0, 0.5) * span)
@@ -194,11 +202,3 @@ def compare(a, b):
     one, two = (torch.load(p / "end.pt", weights_only=True) for p in (a, b))
     odd = state_differences(one, two) + row_differences(a, b)
     assert not odd, odd[:8]
-
-
-if __name__ == "__main__":
-    folder, seed, *wanted = sys.argv[1:]
-    for variant, kills in (w.split(":") for w in wanted):
-        place = Path(folder) / variant
-        place.mkdir()
-        main(variant, place, kills, seed)

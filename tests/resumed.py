@@ -65,3 +65,8 @@ def check_resume(make, steps, folder, cuts=None, **parts):
         assert not odd, f"Stopped after step {cut}, these differ: {', '.join(odd[:8])}"
     whole.close()
     return where
+
+
+def every(registry):
+    "One name of each entry."
+    return sorted({registry[k]: k for k in registry}.values())

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forked
 import numpy as np
 import psutil
 import pytest
@@ -564,10 +566,11 @@ def test_parts_of_a_notebook_reach_workers_and_only_what_was_edited_is_trained_a
     "Functions and classes of the main module, in worker processes, by nothing but their variant."
 
     def study(*given):
-        cmd = [sys.executable, str(tmp_path / "notebook.py"), str(tmp_path / "d"), *given]
-        p = subprocess.run(cmd, capture_output=True, text=True)
-        assert p.returncode == 0, p.stderr[-2000:]
-        *told, keys, rewards = p.stdout.strip().splitlines()
+        script, argv = tmp_path / "notebook.py", (tmp_path / "d", *given)
+        said = forked.run(
+            tmp_path / "out", runpy.run_path, str(script), None, "__main__", argv=argv
+        )
+        *told, keys, rewards = said.strip().splitlines()
         return keys.split(), rewards.split(), sum(t[0] == "[" for t in told)  # a line a run
 
     (tmp_path / "notebook.py").write_text(NOTEBOOK)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from resumed import every
 from test_diffusion import SAMPLERS, make
 from test_diffusion import TASKS as MOTIONS
 
@@ -19,11 +20,6 @@ from grpo_nb.update import UpdateConfig, update
 
 TASKS = Taskset.load(data_path("tasks/middle_dev.jsonl"))
 KEYS = {"difficulty_based": ["negative", "negative"], "offline_easy2hard": ["digits"]}
-
-
-def every(registry):
-    "One name of each entry."
-    return sorted({registry[k]: k for k in registry}.values())
 
 
 POOLS = [every(x) for x in (POLICY_LOSSES, KL_KINDS, ADVANTAGES, RULES, SELECTORS)]

@@ -1,13 +1,13 @@
-"""Launched by torchrun: what is printed and written once, interrupts, a process that is killed, and launches that are refused."""
+"""Launched by torchrun, or as it does: what is printed and written once, interrupts, a process that is killed, and launches that are refused."""
 
-import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 
-import psutil
+import forked
 import pytest
 
 from grpo_nb.cli import main
@@ -23,13 +23,9 @@ ENV |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
 
-def start(folder, *more, wait="60"):
-    "A training on two processes in a session of its own; its output goes to a file."
-    command = [*TORCHRUN, "2", "-m", "grpo_nb", "train", RECIPE, *SMALL, *more, "steps=200"]
-    command.append(f"run.dir={folder}/run")
-    with open(folder / "out.txt", "w") as out:
-        how = {"stdout": out, "stderr": out, "env": ENV | {"GRPO_NB_TIMEOUT": wait}}
-        return subprocess.Popen(command, **how, start_new_session=True)
+def train(folder):
+    "The command line of a training, and its arguments."
+    return ["train", RECIPE, *SMALL, f"run.dir={folder}/run", "steps=200"]
 
 
 def goes_on(folder, capsys):
@@ -43,36 +39,30 @@ def goes_on(folder, capsys):
     assert [p.name for p in folder.glob("run*")] == ["run"]
 
 
-def wait_for_step(folder, n, process):
+def wait_for_step(folder, n, alive):
     "Until a step has its row."
     file, until = folder / "run" / "metrics.jsonl", time.monotonic() + 240
     while not (file.exists() and len(read_jsonl(file)[0]) >= n):
-        assert time.monotonic() < until and process.poll() is None, (folder / "out.txt").read_text()
+        assert time.monotonic() < until and alive(), [p.read_text() for p in folder.glob("*.txt")]
         time.sleep(0.05)
-
-
-def ranks(process):
-    "The training processes, by rank."
-    found = {}
-    for child in psutil.Process(process.pid).children(recursive=True):
-        if "grpo_nb" in child.cmdline():
-            found[int(child.environ()["RANK"])] = child
-    return found
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_process_is_gone_or_hangs_and_the_run_goes_on(tmp_path, how, capsys):
-    training = start(tmp_path, wait="25")
-    wait_for_step(tmp_path, 2, training)
-    lost, since = ranks(training)[1], time.monotonic()
-    lost.send_signal(how)
-    while "One of 2 processes is gone" not in (tmp_path / "out.txt").read_text():
-        assert time.monotonic() - since < 120, (tmp_path / "out.txt").read_text()
-        time.sleep(0.1)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        lost.kill()  # torchrun gives a process that hangs 30 s to end
-    assert training.wait(120) != 0
-    said = (tmp_path / "out.txt").read_text()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    at |= {"WORLD_SIZE": "2", "GRPO_NB_TIMEOUT": "12"}
+    first, lost = (
+        forked.start(tmp_path / f"{r}.txt", main, train(tmp_path), env=at | {"RANK": str(r)})
+        for r in range(2)
+    )
+    wait_for_step(tmp_path, 2, first.is_alive)
+    os.kill(lost.pid, how)
+    first.join(120)
+    lost.kill()
+    assert first.exitcode not in (0, None)
+    said = (tmp_path / "0.txt").read_text()
     assert said.count("2 processes work together.") == 1
     assert said.count("grpo-nb: ") == said.count("One of 2 processes is gone") == 1, said
     assert Run.open(tmp_path / "run").status["state"] == "failed"
@@ -80,8 +70,11 @@ def test_one_process_is_gone_or_hangs_and_the_run_goes_on(tmp_path, how, capsys)
 
 
 def test_an_interrupt_stops_all_with_one_checkpoint_and_one_process_goes_on(tmp_path, capsys):
-    training = start(tmp_path, "policy.shard=true")
-    wait_for_step(tmp_path, 2, training)
+    with open(tmp_path / "out.txt", "w") as out:
+        command = [*TORCHRUN, "2", "-m", "grpo_nb", *train(tmp_path), "policy.shard=true"]
+        how = {"stdout": out, "stderr": out, "env": ENV, "start_new_session": True}
+        training = subprocess.Popen(command, **how)
+    wait_for_step(tmp_path, 2, lambda: training.poll() is None)
     os.killpg(training.pid, signal.SIGINT)  # as a terminal does; torchrun passes it on once more
     training.wait(120)
     said = (tmp_path / "out.txt").read_text()

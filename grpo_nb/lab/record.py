@@ -124,7 +124,10 @@ def _read_tree(path: Path) -> dict:
     if not path.exists():
         return {}
     try:
-        text, loader = path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        text, loader = (
+            path.read_text(encoding="utf-8"),
+            getattr(yaml, "CSafeLoader", yaml.SafeLoader),
+        )
         tree = json.loads(text) if path.suffix == ".json" else yaml.load(text, loader)
         if isinstance(tree, dict):
             return tree
