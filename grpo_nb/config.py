@@ -203,7 +203,7 @@ def given_keys(
     "The keys that were set by somebody, here or in a section."
     found = list(config._given)
     for f in dataclasses.fields(config):
-        if hasattr(part := getattr(config, f.name), "_given"):
+        if hasattr(type(part := getattr(config, f.name)), "_given"):
             found += [f"{f.name}.{k}" for k in given_keys(part)]
     return found
 
@@ -212,7 +212,7 @@ def _leaf_keys(values: Mapping) -> list[str]:
     "Dotted keys of nested values; a configuration among them counts with the keys set in it."
     found = []
     for name, value in values.items():
-        section = hasattr(value, "_given")
+        section = hasattr(type(value), "_given")
         inner = _leaf_keys(value) if isinstance(value, Mapping) else None
         inner = given_keys(value) if section else inner or [""]
         found += [f"{name}.{k}".rstrip(".") for k in inner]
@@ -224,11 +224,11 @@ def _mark_given(config: Any, keys: Iterable[str]) -> None:
     own, parts = {}, {}
     for key in keys:
         name, _, rest = key.partition(".")
-        section = hasattr(getattr(config, name, None), "_given")
+        section = hasattr(type(getattr(config, name, None)), "_given")
         parts.setdefault(name, []).append(rest) if section else own.setdefault(name)
     object.__setattr__(config, "_given", tuple(own))  # not a field
     for f in dataclasses.fields(config):
-        if hasattr(part := getattr(config, f.name), "_given"):
+        if hasattr(type(part := getattr(config, f.name)), "_given"):
             _mark_given(part, filter(None, parts.get(f.name, ())))
     if hasattr(config, "settle"):
         config.settle()
@@ -364,7 +364,7 @@ def config_tree(
         return {k: config_tree(v) for k, v in config.items()}
     if isinstance(config, list):
         return [config_tree(v) for v in config]
-    if not hasattr(config, "_given"):  # a value
+    if not hasattr(type(config), "_given"):  # a value
         return config
     return {f.name: config_tree(getattr(config, f.name)) for f in dataclasses.fields(config)}
 

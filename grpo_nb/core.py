@@ -65,7 +65,7 @@ class Groups:
         if isinstance(ids, Groups):
             return ids
         ids = _integer_ids(ids)
-        unique = torch.unique_consecutive if (ids.diff() >= 0).all() else torch.unique
+        unique = torch.unique_consecutive if (ids[1:] >= ids[:-1]).all() else torch.unique
         _, index, size = unique(ids, return_inverse=True, return_counts=True)
         return cls(index, size)
 

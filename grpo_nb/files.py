@@ -140,7 +140,9 @@ def _as_utf8(path: str | Path) -> bytes:
 def _plain_log(text: str) -> str:
     "Printed text with one kind of line break, no colours, and 5 for `np.int64(5)` and `tensor(5, device='cuda:0')`."
     text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\0", "", "\n".join(text.splitlines()))
-    return re.sub(r"\b(?:np|numpy|torch|tensor)[\w.]{0,20}\(([^(),\n]*)[^()\n]*\)", r"\1", text)
+    return re.sub(
+        r"\b(?:np|numpy|torch|tensor)[\w.]{0,20}\(([^(),\n]*)(?:,[^()\n]*)?\)", r"\1", text
+    )
 
 
 def _read_log(path: str | Path) -> str:

@@ -389,8 +389,8 @@ def test_what_looks_like_filtering_and_is_not_understood_is_shown():
     assert s["num_gen_batches"] == 2
     start = time.process_time()
     parse_filter_logs(
-        "\n".join([*STEP, "[151644, " * 20_000, "kept " * 40_000])
-    )  # token ids, printed
+        "\n".join([*STEP, "[151644, " * 20_000, "kept " * 40_000, "np.sum(" + "ha " * 60_000])
+    )  # what a completion may hold, printed
     assert time.process_time() - start < 20
     s = parse_filter_logs("train/num_gen_batches:2.0e+00 - train/filter_rate:2.5e-01\n")[1]
     assert s["num_gen_batches"] == 2 and s["steps"][0]["outcome"] == "full"

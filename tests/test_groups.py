@@ -49,6 +49,11 @@ def test_groups_are_those_of_equal_ids(kind, runs):
     assert len(g) == len(ids) and g.num_groups == len(set(ids))
 
 
+def test_the_differences_of_ids_may_overflow():
+    ids = [-(2**62), 2**61, 2**63 - 1] * 4  # as hashes are; each difference wraps to a positive one
+    assert Groups.of(ids).index_N.tolist() == [0, 1, 2] * 4
+
+
 def test_empty_ids():
     for ids in (torch.zeros(0, dtype=torch.int32), np.zeros(0, np.int64), np.zeros(0, "U3")):
         g = Groups.of(ids)

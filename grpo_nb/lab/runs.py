@@ -246,7 +246,7 @@ class Job:
         "The folder of the run."
         name = re.sub(r"[^\w.=-]+", "_", self.variant)[:40]  # any file system takes it
         name = f"{self.phase}-{name}-s{self.seed}-{self.key}"
-        return self.spec.dir and Path(self.spec.dir, name)
+        return self.spec.dir and Path(self.spec.dir, name).expanduser()
 
 # %% ../../nbs/lab/06_runs.ipynb #c91d4fc8
 def _digest(value) -> str:
