@@ -332,14 +332,21 @@ class _EventLoop:
         return _EventLoop, ()
 
     def wait(self, value: Any) -> Any:
-        "The value, or what an awaitable gives in the end."
-        if not any(map(inspect.isawaitable, value if isinstance(value, list) else [value])):
+        "The value, with what the awaitables in it give in the end."
+        parts = lambda x: (
+            x.values() if isinstance(x, Mapping) else x if type(x) in (list, tuple) else ()
+        )
+        waits = lambda x: inspect.isawaitable(x) or any(map(waits, parts(x)))
+        if not waits(value):
             return value
 
         async def settled(x):
             while inspect.isawaitable(x):
                 x = await x
-            return await asyncio.gather(*map(settled, x)) if isinstance(x, list) else x
+            if not (inside := parts(x)):
+                return x
+            done = await asyncio.gather(*map(settled, inside))
+            return dict(zip(x, done)) if isinstance(x, Mapping) else done
 
         return self.run(settled(value))
 
@@ -435,7 +442,10 @@ def _attempt(spec: RewardSpec, args: Mapping[str, list], n: int) -> _CallResult:
         late = isinstance(e, TimeoutError) or "timeout" in type(e).__name__.lower()
         last = traceback.extract_tb(e.__traceback__)[-1]
         outcome, error = "timeout" if late else "error", e
-        message = f"{type(e).__name__}: {str(e)[:500]} (line {last.lineno} of {last.name})"
+        said = ""
+        with contextlib.suppress(Exception):  # from an error that cannot be printed
+            said = str(e)[:500]
+        message = f"{type(e).__name__}: {said} (line {last.lineno} of {last.name})"
     ms = 1000 * (time.perf_counter() - start) / max(n, 1)
     return _CallResult(outcome, values, n, message, ms, logged, error)
 

@@ -201,7 +201,8 @@ def _number_texts(value: Any) -> list[str]:
     if not isinstance(value, (float, np.floating)) or not np.isfinite(value):
         return [str(value)]
     if float(value).is_integer():
-        return [str(int(value))]
+        texts = [str(int(value)), np.format_float_positional(float(value), trim="-")]
+        return list(dict.fromkeys(texts))  # 1e23 is no 99999999999999991611392
     with np.errstate(over="ignore"):
         forms = [value, np.float32(value), np.float16(value)]
     forms = [x for x in forms if float(x) == float(value)]

@@ -213,6 +213,26 @@ def test_processes_started_by_a_function_are_killed_with_it():
     assert [p for p in started if p.status() != "zombie"] == []
 
 
+def test_a_copy_that_a_function_forks_answers_nothing_and_any_error_is_told():
+    def odd(completion):
+        import os
+
+        class Mute(Exception):
+            def __str__(self):
+                raise ValueError
+
+        if completion == "mute":
+            raise Mute
+        if completion == "fork":
+            os.fork()
+        return float(len(completion))
+
+    with RewardRunner([odd], workers=1, chunk_size=1, on_error=-1.0, **QUIET) as runner:
+        for _ in range(3):
+            assert values(runner(batch(["fork", "a", "mute"])).rewards_NR[:, 0]) == [4, 1, -1]
+            assert runner.failures[0].message.startswith("Mute: ")
+
+
 def in_time(f, *args, seconds=60):  # a hang fails here instead of stopping the suite
     results = []
     thread = threading.Thread(target=lambda: results.append(f(*args)), daemon=True)
@@ -551,6 +571,8 @@ def async_shapes():
         "a list to await": lambda completions: [f(c) for c in completions],
         "awaited twice": twice,
         "some to await": lambda completions: [2.0, *map(f, completions[1:])],
+        "a tuple to await": lambda completions: tuple(map(f, completions)),
+        "rows to await": lambda completions: [[f(c)] for c in completions],
         "partial of a partial": functools.partial(functools.partial(f), scale=2.0),
     }
 
