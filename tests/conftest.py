@@ -4,6 +4,7 @@ Property tests draw the same examples in every run, so that a result can be had 
 `GRPO_NB_FUZZ=20`) draws new ones, that many times more of them.
 """
 
+import gc
 import os
 import signal
 
@@ -18,10 +19,12 @@ settings.load_profile("fuzz" if FUZZ else "fixed")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SHARED = (
-    "killed",
-    "two_ranks",
-)  # slow fixtures: the files that use them are dealt first, each to one process
+def pytest_collection_finish():
+    gc.freeze()  # modules stay: no collection has to look at them
+
+
+# slow fixtures: the files that use them are dealt first, each to one process
+SHARED = ("killed", "two_ranks")
 
 
 def pytest_collection_modifyitems(items):

@@ -1,8 +1,10 @@
 "Programs in processes of their own, forked from one that has loaded what takes seconds of a fresh start."
 
 import atexit
+import importlib
 import multiprocessing
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -39,3 +41,11 @@ def run(out, function, *args, **kw):
     said = Path(out).read_text()
     assert process.exitcode == 0, said[-3000:]
     return said
+
+
+def run_installed(folder):
+    "The command, of the package in `site`, in the folder `empty`."
+    sys.path.insert(0, str(folder / "site"))
+    os.chdir(folder / "empty")
+    assert importlib.import_module("grpo_nb").__file__.startswith(sys.path[0])
+    runpy.run_module("grpo_nb", run_name="__main__")

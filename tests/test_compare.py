@@ -104,7 +104,7 @@ def test_cpu_seconds_are_those_of_training(tmp_path):
             return super().step(n)
 
         def evaluate(self):
-            burn(0.3)
+            burn(0.15)
             return super().evaluate()
 
     make = lambda config: Busy(config.seed)
@@ -115,7 +115,7 @@ def test_cpu_seconds_are_those_of_training(tmp_path):
     for study in (here, there):
         steps = study.curves().pivot(index="step", columns="seed", values="cpu_seconds")
         assert (steps.loc[0] == 0).all() and (steps.loc[1] >= 0.05).all()
-        assert ((steps.loc[2] >= 0.1) & (steps.loc[2] < 0.3)).all()  # no sleep, no evaluation
+        assert ((steps.loc[2] >= 0.1) & (steps.loc[2] < 0.2)).all()  # no sleep, no evaluation
     one = contest({"a": {}}, dir=tmp_path / "f", **kw | {"budget": {"cpu_seconds": 0.01}})
     assert set(one.frame()["step"]) == {1} and set(one.frame()["ended"]) == {"budget"}
 
@@ -317,7 +317,7 @@ def test_a_recipe_is_checked_before_anything_is_trained(tmp_path, capsys):
 def test_scores_by_task_are_stored_and_give_an_interval_for_other_tasks(tmp_path):
     small = ["train_batch_size=2", "num_generations=4", "eval.limit=12", "eval.samples=2"]
     base = load_config("data:recipes/quickstart.yaml", [*small, "eval.greedy=false"])
-    kw = {"seeds": 3, "budget": Steps(1), "dir": tmp_path / "d", "store": tmp_path / "s.json"}
+    kw = {"seeds": 2, "budget": Steps(1), "dir": tmp_path / "d", "store": tmp_path / "s.json"}
     study = compare({"a": {}, "b": {"update.num_epochs": 2}}, base, **kw)
     for r in study.reported:
         scores = r["by_task"]["eval_sampled"]
@@ -352,7 +352,7 @@ def test_a_study_of_nothing_finds_nothing_in_95_of_100(n, noise):
 def test_reports_escape_what_they_draw(tmp_path):
     odd = [r"$\frac$", "$", "_mine", "<i>&|", "{{ 3 }}", "a_b^{", "\\", "ü 中", "50% #2"]
     arms = {k: {"make.rate": 0.05 * i} for i, k in enumerate(odd, 1)}
-    study = contest(arms, seeds=range(5), budget=Steps(3), eval_every=Steps(1), dir=tmp_path / "d")
+    study = contest(arms, seeds=range(2), budget=Steps(3), eval_every=Steps(1), dir=tmp_path / "d")
     assert "<i>" not in study.table()._repr_html_()
     for title in (3, r"$\frac$<i>{{ 3 }}"):
         page = study.report(tmp_path / "r.html", title).read_text()

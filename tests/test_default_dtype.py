@@ -42,7 +42,7 @@ def test_every_choice_trains_beside_others(i):
         "train_batch_size": 4,
         "num_generations": 4,
         "update.num_epochs": 2,
-        "update.micro_tokens": 60,
+        "update.micro_tokens": 120,
         "update.loss": {"policy_loss": loss, "options": options, "kl_coef": 0.1, "kl_kind": kl},
         "advantage.mode": mode,
         "filter_groups.enable": True,

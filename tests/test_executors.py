@@ -35,17 +35,13 @@ def here(tmp_path_factory):
     return numbers(study(tmp_path_factory.mktemp("here")))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client():
     distributed = pytest.importorskip("distributed")
     quiet = {"dashboard_address": None, "silence_logs": 50}
     with distributed.LocalCluster(n_workers=1, threads_per_worker=1, **quiet) as cluster:
         with distributed.Client(cluster) as client:
             yield client
-
-
-def test_a_worker_of_dask_gives_the_numbers_of_this_process(client, here, tmp_path):
-    assert numbers(study(tmp_path, executor=client)) == here
 
 
 class Deadly:
@@ -65,10 +61,13 @@ def die_once(flag, function, job):
     return function(job)
 
 
-def test_a_run_on_a_killed_worker_of_dask_is_carried_out_again(client, here, tmp_path):
+def test_workers_of_dask_give_the_numbers_of_this_process_also_when_one_is_killed(
+    client, here, tmp_path
+):
+    assert numbers(study(tmp_path / "own", ["fast"], executor=client)) == here[1:]
     before = set(client.run(os.getpid).values())
-    there = study(tmp_path / "study", executor=Deadly(client, tmp_path / "died"))
-    assert [r["status"] for r in there.runs] == ["done", "done"] and numbers(there) == here
+    there = study(tmp_path / "study", ["slow"], executor=Deadly(client, tmp_path / "died"))
+    assert [r["status"] for r in there.runs] == ["done"] and numbers(there) == here[:1]
     assert set(client.run(os.getpid).values()) != before
 
 

@@ -2,12 +2,13 @@
 
 import ast
 import json
-import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+import forked
 
 from grpo_nb.config import describe
 from grpo_nb.lab.recipe import GRPOConfig
@@ -48,12 +49,9 @@ def test_the_wheel_holds_the_package_with_its_data_and_runs_in_an_empty_folder(t
     wheel.extractall(tmp_path / "site")
     (tmp_path / "empty").mkdir()
     options = "steps=1 train_batch_size=2 num_generations=2 eval.samples=1 eval.limit=2".split()
-    p = subprocess.run(
-        [sys.executable, "-m", "grpo_nb", "train", "data:recipes/quickstart.yaml", *options],
-        **{"cwd": tmp_path / "empty", "capture_output": True, "text": True},
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
-    )
-    assert p.returncode == 0 and (tmp_path / "empty/runs/quickstart").is_dir(), p.stderr
+    argv = ["train", "data:recipes/quickstart.yaml", *options]
+    forked.run(tmp_path / "out", forked.run_installed, tmp_path, argv=argv)
+    assert (tmp_path / "empty/runs/quickstart").is_dir()
 
 
 def test_notebooks_and_their_modules_may_share_a_process():
