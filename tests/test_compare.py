@@ -301,6 +301,7 @@ def test_a_recipe_is_checked_before_anything_is_trained(tmp_path, capsys):
     recipe, folder = "data:recipes/quickstart.yaml", str(tmp_path / "d")
     for wrong, say in (
         ("compare.metric=3", "metric must be"),
+        ("compare.threads=1.5", "compare.threads"),
         ("compare.seconds=60", "Unknown key in the compare block: 'seconds'"),
         ("compare.tune={optimizer.lr: 3}", "tune.optimizer.lr must be a list"),
         ("compare.budget=null", "needs a budget"),

@@ -62,15 +62,6 @@ def test_empty_ids():
     assert grpo(torch.zeros(0, 2), torch.zeros(0, dtype=torch.long)).shape == (0,)
 
 
-@pytest.mark.parametrize("at", [0, 1, 7, 8, 15])
-def test_a_missing_id_is_refused_wherever_it_stands(at):
-    ids = ["a"] * 8 + ["b"] * 8
-    ids[at] = None
-    for same in (ids, np.array(ids, dtype=object)):
-        with pytest.raises(ValueError, match="one id per sample"):
-            Groups.of(same)
-
-
 @pytest.mark.parametrize(
     "ids", [[0, 0.4, 1, 1.9], [True, False, True, False], [[0], [0], [1], [1]]]
 )

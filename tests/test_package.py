@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 OWN_PROCESSES = ("reward_workers.py", "runs.py")  # they start the senders
 
 
-def test_pure_modules_load_with_torch_and_numpy_only():
+def test_pure_modules_and_the_record_load_with_torch_and_numpy_only():
     code = "import sys, grpo_nb.core, grpo_nb.advantages, grpo_nb.losses, grpo_nb.filter_groups; "
-    code += "print(*sys.modules)"
+    code += "import grpo_nb.lab.record; print(*sys.modules)"
     p = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    heavy = {"transformers", "wandb", "datasets", "pandas", "matplotlib", "scipy"}
+    heavy = {"transformers", "wandb", "datasets", "pandas", "matplotlib", "scipy", "yaml"}
     assert "torch" in p.stdout.split() and not heavy & set(p.stdout.split()), p.stderr
 
 

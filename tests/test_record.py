@@ -43,12 +43,6 @@ def python(code, *args, **kw):
 # ------------------------------------------------------------------------------------------- files
 
 
-def test_the_record_loads_without_pandas_plotting_or_wandb():
-    code = "import sys, grpo_nb.lab.record; print([m for m in ('pandas','matplotlib','wandb','yaml') if m in sys.modules])"
-    child = python(code, stdout=subprocess.PIPE, text=True)
-    assert child.communicate()[0].strip() == "[]"
-
-
 NAME = st.text(min_size=1, max_size=5).filter(lambda k: k != "step")
 NUMBER = st.one_of(st.floats(), st.integers(-(2**60), 2**60), st.booleans(), st.none())
 

@@ -18,7 +18,6 @@ from grpo_nb.scheduler import (
     SELECTOR_METRIC,
     PassRateCalculator,
     TasksetScheduler,
-    _open_entry,
 )
 from grpo_nb.selectors import TaskSelectorConfig
 from grpo_nb.shares import Shares, _make_shares
@@ -172,23 +171,6 @@ def test_a_recipe_opens_its_tasksets_or_names_its_mistake(tmp_path):
     ):
         with pytest.raises(ValueError, match=match):
             open_stream(recipe(path, **wrong))
-
-
-def test_features_are_joined_by_prompt(tmp_path):
-    def write(name, rows):
-        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
-        return str(tmp_path / name)
-
-    some = write("some.jsonl", [{"prompt": p, "answer": "1"} for p in "abc"])
-    rows = [{"prompt": p, "rate": r} for p, r in zip("cxab", (0.3, 0.9, 0.1, 0.2))]
-    rates = write("rates.jsonl", rows)
-    joined = _open_entry({"path": some, "features": rates})
-    assert joined.column("rate").tolist() == [0.1, 0.2, 0.3]
-    assert [joined[i].prompt for i in range(len(joined))] == ["a", "b", "c"]
-    with pytest.raises(ValueError, match="'rates'"):
-        joined.column("rates")
-    with pytest.raises(ValueError, match="no features for 1 of 4 tasks of rates, first for 'x'"):
-        _open_entry({"path": rates, "features": some})
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,9 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
 from grpo_nb.advantages import AdvantageConfig, compute_advantages
-from grpo_nb.filter_groups import FilterGroupsConfig
 from grpo_nb.integrations import trl as inside
 from grpo_nb.update import KLStop
 
@@ -21,30 +19,6 @@ def test_advantages_of_a_recorded_call_are_trl_s():
     config = AdvantageConfig(mode="grpo", weights=[1.0, 1.0])
     got = compute_advantages(rewards, torch.arange(len(rewards)) // 8, ["right", "short"], config)
     torch.testing.assert_close(got.values, torch.tensor(call["advantages"]), atol=1e-6, rtol=0)
-
-
-def test_the_recorded_curve_is_trl_s_own():
-    theirs, ours = RUNS["runs"]["TRL"], RUNS["runs"]["grpo"]
-    assert (
-        theirs["loss"] == pytest.approx(ours["loss"], abs=1e-6) and theirs["right"] == ours["right"]
-    )
-    assert RUNS["groups_that_vary"] == 1 and len(ours["loss"]) == 12
-
-
-def test_gdpo_and_grpo_inside_trl_have_the_curves_of_trl_s_own():
-    curves = RUNS["curves"]
-    for mode in ("grpo", "gdpo"):
-        assert curves[f"{mode}, TRL"] == curves[f"{mode}, ours in TRL"]
-        assert len(curves[f"{mode}, our trainer"]) == len(curves[f"{mode}, TRL"]) >= 30
-    assert curves["grpo, TRL"] != curves["gdpo, TRL"]
-
-
-def test_without_trl_or_with_another_one_a_line_says_what_to_install():
-    if inside._TRLTrainer is object:
-        with pytest.raises(ValueError, match="pip install trl==1.16.0"):
-            inside.GRPOTrainer()
-    with pytest.raises(ValueError, match="use trl==1.16.0, with which this was tried"):
-        inside._check_hooks(type("Other", (), {}))
 
 
 def test_a_stopped_rollout_and_a_curriculum_are_recorded():
@@ -64,16 +38,3 @@ def test_tasks_of_several_sets_are_drawn_without_end_and_go_on():
     state, streams[1] = streams[0].state_dict(), inside._task_stream(data, "thompson", seed=1)
     streams[1].load_state_dict(state)
     assert streams[1].read(4) == streams[0].read(4)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "given", "says"),
-    [
-        (KLStop, "kl_stop", {"target": 0.1, "target_ref": 0.1}, "kl_stop.target_ref has no effect"),
-        (FilterGroupsConfig, "filter_groups", {"surplus": "carry"}, "which knows enable, metric"),
-    ],
-)
-def test_options_that_nothing_reads_inside_trl_are_refused(kind, name, given, says):
-    known = inside._STOP_KEYS if kind is KLStop else inside._FILTER_KEYS
-    with pytest.raises(ValueError, match=says):
-        inside._section(kind, name, given, known)

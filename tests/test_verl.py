@@ -1,12 +1,11 @@
 """Our components inside verl, against calls recorded from the real one; `make verl` runs the whole of it"""
 
 import json
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
 
+import forked
 import numpy as np
 import pandas as pd
 import pytest
@@ -58,11 +57,10 @@ def test_losses_of_recorded_calls_are_verl_s_own(name, monkeypatch):
     assert set(metrics) == {"actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl"}
 
 
-def test_without_verl_nothing_is_imported_and_nothing_breaks():
+def test_without_verl_nothing_is_imported_and_nothing_breaks(tmp_path):
     code = "import sys, grpo_nb.integrations.verl as v; print(v.register(), 'ray' in sys.modules)"
-    env = os.environ | {"VERL_USE_EXTERNAL_MODULES": "grpo_nb.integrations.verl"}
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert said.stdout.strip() == "[] False", said.stderr
+    asked = {"VERL_USE_EXTERNAL_MODULES": "grpo_nb.integrations.verl"}
+    assert forked.run(tmp_path / "out", exec, code, env=asked).strip() == "[] False"
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
