@@ -222,7 +222,14 @@ def test_whatever_peft_trains_is_scored_copied_and_stored(tokenizer, options, tm
     [
         ({"target_modules": ["q_proj", "nonesuch"]}, "layer in lora.target_modules 'nonesuch'"),
         ({"trainable_token_indices": [99]}, "out of bounds"),
-        ({"layer_replication": [[0, 1], [0, 1]]}, "its layers share weights"),
+        ({"layer_replication": [[0, 1], [0, 1]]}, "leave out layer_replication"),
+        (
+            {"alora_invocation_tokens": [1]},
+            "leave out alora_invocation_tokens",
+        ),  # at work after them
+        ({"arrow_config": {}}, "leave out arrow_config"),
+        ({"lora_alpha": 0}, "leave out lora_alpha=0"),
+        ({"r": "8"}, "lora: "),
         ({"target_modules": ["q_porj"]}, "'q_porj'. Did you mean 'q_proj'"),
     ],
     ids=str,

@@ -297,10 +297,12 @@ def add_lora(
         warnings.simplefilter("ignore")  # of tied layers: see `merge_lora`
         try:
             config = LoraConfig(**options)
-            if config.lora_dropout or config.layer_replication:
+            # dropout, or adapters for some texts only; layers that share weights
+            unfit = "lora_dropout alora_invocation_tokens arrow_config layer_replication".split()
+            odd = [k for k in unfit if getattr(config, k, None) not in (None, 0)]
+            if odd := odd or ["lora_alpha=0"] * (not config.lora_alpha):
                 raise ValueError(
-                    "lora_dropout must be 0, for sampling and training have to agree, and layer_replication left out, for "
-                    "its layers share weights, which cannot be saved."
+                    f"leave out {odd[0]}: samples are drawn from all that is trained, and all of it has to be saved."
                 )
             inject_adapter_in_model(config, model)
         except (TypeError, ValueError, IndexError) as e:
