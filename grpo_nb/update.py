@@ -426,7 +426,7 @@ def _row(c, seen, batch, part, exact, first) -> dict:
 # %% ../nbs/method/02_update.ipynb #b3ff5de1
 def _metrics_of_nothing(c, batch) -> dict:
     "The metrics of a minibatch of which no sample has to be run: every update reports the same names."
-    none = torch.zeros(0, batch["mask"].shape[1])
+    none = batch["old"][:0]
     entropy = none if c.loss.entropy_coef else None
     args = (none, none, none[:, 0], none, c.loss, none, none.long())
     return policy_loss(*args, entropy_NS=entropy)[1]

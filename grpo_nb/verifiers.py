@@ -13,12 +13,13 @@ import operator
 import re
 import threading
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from importlib import import_module
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -218,7 +219,7 @@ def _accepted_answers(wanted: Any, column: str, finder: _AnswerFinder) -> list[s
     many = wanted if isinstance(wanted, (list, tuple, set, frozenset)) else [wanted]
     out = []
     for x in (x for x in map(_plain, many) if x is not None):
-        if isinstance(x, (bytes, Iterable)) and not isinstance(x, str):
+        if not isinstance(x, (str, Real, Decimal)) and not hasattr(x, "isoformat"):  # a date
             raise ValueError(
                 f"Column {column!r} must hold text, a number or a list of those, got {_shown(x)}."
             )

@@ -65,3 +65,12 @@ def test_diffusion(sampler):
     config = UpdateConfig(num_epochs=2, loss={"kl_coef": 0.1})
     done = update(policy, r, torch.randn(len(r)), optimizer, config, reference)
     assert done.done == 2 and policy.sample(MOTIONS, 1, seeded(0, "greedy"), greedy=True).outputs
+
+
+def test_minibatches_that_need_no_pass_in_half_precision():
+    policy = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=3)
+    rollout = policy.sample(TASKS[:2], 2, seeded(0))
+    torch.set_default_dtype(torch.bfloat16)
+    optimizer, how = torch.optim.SGD(policy.parameters(), 0.1), UpdateConfig(minibatch_size=2)
+    report = update(policy, rollout, torch.zeros(4), optimizer, how, generator=seeded(1))
+    assert [row["n_scored"] for row in report.rows] == [0, 0] and report.done == 2
