@@ -217,7 +217,8 @@ def write(self: Appender, rows: Iterable[Mapping] = ()) -> None:
         if done != len(self.waiting):
             said = f"only {done} of {len(self.waiting)} bytes fitted"
             raise OSError(errno.ENOSPC, said, str(self.path))
-    except OSError:
+    except OSError as e:
+        e.filename = str(self.path)  # a full disk names none
         with contextlib.suppress(OSError):
             os.truncate(self.path, self.size)
         raise
