@@ -249,7 +249,7 @@ def call(
         got = type(answer).__name__
     else:
         if x.shape == tuple(shape) and self.dtype in (None, x.dtype) and not x.is_complex():
-            return x
+            return x.detach()
     raise ValueError(
         f"The {self.kind} {name!r} must return {self.answer}, {tuple(shape)}; got {got}."
     )
@@ -572,7 +572,13 @@ def sample_in_shares(
         torch.rand(n * num_generations * draws, dtype=torch.float64, generator=generator)
 
     def sample(generator):
-        draw = lambda some: policy.sample(some, num_generations, generator, **options)
+        def draw(some):
+            found = policy.sample(some, num_generations, generator, **options)
+            if isinstance(found, Rollout):
+                return found
+            name = type(policy).__name__
+            raise ValueError(f"{name}.sample must return a Rollout, got {found!r:.60}.")
+
         return in_shares(draw, tasks)
 
     if size == 1:

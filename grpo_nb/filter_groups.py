@@ -156,10 +156,10 @@ def _metric_column(name: str, column: Any, mask_NS: Tensor) -> Tensor:
             ) from None
     if column.shape == mask_NS.shape:
         return masked_sum(column.double(), mask_NS.to(column.device), 1)
-    if column.shape != mask_NS.shape[:1]:
+    if column.shape != mask_NS.shape[:1] or column.is_complex():
         raise ValueError(
-            f"Filter metric {name!r} has shape {tuple(column.shape)}; it needs (N,) = {tuple(mask_NS.shape[:1])} "
-            f"or one number per step {tuple(mask_NS.shape)}."
+            f"Filter metric {name!r} is {column.dtype} {tuple(column.shape)}; it needs numbers (N,) = {tuple(mask_NS.shape[:1])} "
+            f"or one per step {tuple(mask_NS.shape)}."
         )
     return column.double()
 

@@ -384,8 +384,16 @@ def _score(c, policy, piece, exact) -> tuple[Tensor, Tensor | None, Tensor | Non
     "Log-probs; entropies if there is a bonus for them, and the exact KL to the sampler if asked for."
     logp_NS, kl_NS = policy.logp_and_kl(piece) if exact else (None, None)
     if c.loss.entropy_coef:
-        return *policy.logp_entropy(piece), kl_NS
-    return logp_NS if exact else policy.logp(piece), None, kl_NS
+        logp_NS, entropy_NS = policy.logp_entropy(piece)
+    else:
+        logp_NS, entropy_NS = logp_NS if exact else policy.logp(piece), None
+    got, want = tuple(logp_NS.shape), tuple(piece.mask_NS.shape)
+    if got != want or not logp_NS.requires_grad:
+        raise ValueError(
+            f"{type(policy).__name__}.logp must give numbers {want} with gradients; got {got}, requires_grad "
+            f"{logp_NS.requires_grad}."
+        )
+    return logp_NS, entropy_NS, kl_NS
 
 # %% ../nbs/method/02_update.ipynb #1e28e14c
 def _distances(c, x, now_NS, kl_NS, loss) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.core import Rollout, seeded
+from grpo_nb.core import Rollout, sample_in_shares, seeded
 from grpo_nb.losses import LossConfig
 from grpo_nb.update import KLStop, UpdateConfig, update
 
@@ -192,3 +192,27 @@ def test_all_truncated_moves_nothing_and_a_policy_that_does_not_say_is_refused()
     config = UpdateConfig(mask_truncated=True, loss=LossConfig(kl_coef=0.1))
     got = update(policy, r, adv, torch.optim.SGD([policy.logits], 1.0), config, Table(seed=5))
     assert torch.equal(policy.logits, before) and got.rows[0]["loss"] == 0
+
+
+@pytest.mark.parametrize(
+    "logp, message",
+    [
+        (lambda x: x.detach(), "requires_grad False"),
+        (lambda x: x[:, 0], r"numbers \(18, 3\) with gradients; got \(18,\)"),  # would be spread
+        (lambda x: x[:, :, None], r"got \(18, 3, 1\)"),
+    ],
+)
+def test_log_probs_of_another_shape_or_without_gradients_are_refused(logp, message):
+    policy, r, adv = case()
+    own = policy.logp
+    policy.logp = lambda rollout: logp(own(rollout))
+    with pytest.raises(ValueError, match=message):
+        update(policy, r, adv, torch.optim.SGD(policy.parameters(), 0.1), UpdateConfig())
+
+
+def test_a_policy_that_samples_no_rollout_is_refused():
+    policy = Table()
+    for found in (None, (1, 2)):
+        policy.sample = lambda *given, found=found: found
+        with pytest.raises(ValueError, match="Table.sample must return a Rollout, got"):
+            sample_in_shares(policy, [0], 2, seeded(0))
