@@ -437,13 +437,7 @@ def __init__(
     self.tasks_checked = False
     self._check_setup()
     _copy_first([p.data for p in policy.parameters()])  # random adapters are the same everywhere
-    self.reference = None if reference is None else _make_policy(reference, c)
-    if reference is None and (c.update.needs_reference or c.rewards.kl_in_reward):
-        self.reference = policy.copy()
-    if self.reference is policy:
-        raise ValueError(
-            "The reference is the policy itself, so the KL to it is always 0: leave it out, or give a copy."
-        )
+    self.reference = _make_reference(reference, policy, c)
     for each in (policy, self.reference):
         if hasattr(each, "shard"):
             each.shard()
@@ -505,6 +499,17 @@ def _make_policy(policy: Any, config: TrainerConfig) -> Policy:
     made = isinstance(policy, (str, Path))  # else a model with dtype and device of its own
     left_out = ("model",) if made else ("model", "dtype", "device")
     return as_policy(policy, **{k: v for k, v in options.items() if k not in left_out})
+
+
+def _make_reference(reference: Any, policy: Policy, config: TrainerConfig) -> Policy | None:
+    "The policy that was given, or a frozen copy if a KL term needs one."
+    if reference is policy:
+        raise ValueError(
+            "The reference is the policy itself, so the KL to it is always 0: leave it out, or give a copy."
+        )
+    if reference is not None:
+        return _make_policy(reference, config)
+    return policy.copy() if config.update.needs_reference or config.rewards.kl_in_reward else None
 
 
 def _open_eval_tasks(tasks: Any, config: TrainerConfig) -> Any:
