@@ -642,6 +642,9 @@ def _gym_scorer(name: str) -> Callable[[str | None, Mapping], float]:
         return lambda answer, entry: (
             0.0 if "nan" in (answer or "").lower() else score(answer, entry)
         )
+    if name == "coin_flip":  # it pays for the first digits in full, so for 0
+        near = lambda a, e: abs(Fraction(a.replace(",", "")) - Fraction(e["answer"])) <= 1e-4
+        return lambda a, e: value if (value := score(a, e)) < 1 or near(a, e) else 0.0
     return score
 
 # %% ../nbs/method/02_verifiers.ipynb #072bbccb
