@@ -503,13 +503,15 @@ def _make_policy(policy: Any, config: TrainerConfig) -> Policy:
 
 def _make_reference(reference: Any, policy: Policy, config: TrainerConfig) -> Policy | None:
     "The policy that was given, or a frozen copy if a KL term needs one."
-    if reference is policy:
+    if reference is None:
+        needed = config.update.needs_reference or config.rewards.kl_in_reward
+        return policy.copy() if needed else None
+    made, trained = _make_policy(reference, config), set(map(id, policy.parameters()))
+    if any(id(p) in trained for p in made.parameters()):
         raise ValueError(
             "The reference is the policy itself, so the KL to it is always 0: leave it out, or give a copy."
         )
-    if reference is not None:
-        return _make_policy(reference, config)
-    return policy.copy() if config.update.needs_reference or config.rewards.kl_in_reward else None
+    return made
 
 
 def _open_eval_tasks(tasks: Any, config: TrainerConfig) -> Any:

@@ -403,6 +403,7 @@ BERT = dict(vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers
         (lambda p: GRPO.from_config({"rewards.functions": {"mine": {}}}, p), "reward 'mine'.*python mine.py train"),
         (lambda p: GRPO(p, ROWS, RIGHT, SMALL | {"advantage.mode": lambda r: r}).step(), "but takes .r.: too many"),
         (lambda p: GRPO(p, ROWS, RIGHT, reference=p), "reference is the policy itself"),
+        (lambda p: GRPO(p, ROWS, RIGHT, reference=(p.model, p.tokenizer)), "is the policy itself"),
         (lambda p: GRPO(p, "a\nb", RIGHT), r"No file 'a\\nb'"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"tasks.selector": lambda n: [0]}), "is called with .selector, batch_size., but takes"),
         (lambda p: GRPO(p, ROWS, RIGHT, SMALL).evaluate(ROWS, 2, k=3), "k of pass@k must be"),
