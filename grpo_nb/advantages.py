@@ -561,6 +561,12 @@ class Gate:
     at_most: float | None = None  # and at most this
     how: Literal["zero_fill", "subgroup"] = "zero_fill"  # what those get who fail: 0, or no part
 
+    def __post_init__(self):
+        if self.at_most is not None and self.at_most < self.at_least:
+            raise ValueError(
+                f"A gate from at_least={self.at_least:g} to at_most={self.at_most:g} never opens."
+            )
+
 
 @configuration
 class AdvantageConfig:

@@ -562,6 +562,8 @@ def _check_setup(self: GRPO):
             f"The tasks end after {ends} steps, but the {falls} schedule falls over steps={c.steps}: set steps={ends}.",
             stacklevel=3,
         )
+    if not any(self.weights):
+        warnings.warn("All reward weights are 0, so nothing is learned of rewards.", stacklevel=3)
     if c.num_generations < 2:
         warnings.warn(
             "num_generations=1: a sample without siblings has advantage 0, so nothing is learned.",

@@ -88,6 +88,9 @@ KEYS = [
     ("run.wandb", "offline", {}, TOLD),
     ("filter_groups.metric", "right", {}, USED),  # without filtering it says what shaping is
     ("filter_groups.surplus", "carry", {}, TOLD),
+    ("filter_groups", {"enable": True, "on_cap": "skip_step"}, {}, TOLD),
+    ("filter_groups", {"enable": True, "action": "drop", "max_num_gen_batches": 2}, {}, TOLD),
+    ("update.sampling_cap", 2.0, {}, TOLD),
     ("advantage.eps", 0.1, {}, USED),
 ]
 
@@ -424,6 +427,7 @@ BERT = dict(vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers
         (lambda p: GRPO(3, ROWS, RIGHT), "got int"),
         (lambda p: GRPO((p.model.model, p.tokenizer), ROWS, RIGHT), "got LlamaModel"),
         (lambda p: GRPO(p, ROWS, RIGHT, {3: 1}), "Unknown key '3'"),
+        (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.gates": [{"component": "a", "on": "b", "at_most": 0}]}), "from at_least=1 to at_most=0 never opens"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.weights": {"right": "x"}}), "a sequence of 1 numbers"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"run.wandb": "on"}), "Unknown run.wandb 'on'|run.wandb"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"eval": {"samples": 0, "greedy": False}}), "Nothing to evaluate"),

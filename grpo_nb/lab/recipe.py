@@ -435,13 +435,17 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
     scores = {"greedy"} if c.eval.greedy else set()
     scores |= {"sampled", "reward"} if c.eval.samples else set()
     lost = best and not scores & {*_at(now, "checkpoint.best").removeprefix("eval_").split("/")}
-    limits = stop.target or stop.target_ref
+    limits, once = stop.target or stop.target_ref, groups.action != "refill"
+    capped = groups.max_num_gen_batches > 0 or groups.adaptive_cap
     rules = [
         (recorded, unrecorded, "needs run.dir"),
         ("eval.(every|samples|greedy|limit)", not judged, "needs held-out tasks"),
         ("checkpoint.(keep_best|best)", not (best and judged), "needs eval.every and keep_best"),
         ("checkpoint.(keep_best|best)", lost, f"best names none of {sorted(scores)}"),
         ("filter_groups.(?!metric).*", unfiltered, "needs filter_groups.enable"),
+        ("filter_groups.(on_cap|max_num.*|sizing|adaptive_cap)", once, "needs action=refill"),
+        ("filter_groups.on_cap", not capped, "needs max_num_gen_batches or adaptive_cap"),
+        ("update.sampling_.*", getattr(trainer.policy, "engine", 1) is None, "needs an engine"),
         ("filter_groups.max_staleness", groups.surplus != "carry", "needs surplus=carry"),
         ("filter_groups.filter_rate_ema", groups.sizing != "adaptive", "needs sizing=adaptive"),
         ("update.kl_stop.(factor|stat|min_updates)", not limits, "needs a target"),
