@@ -24,7 +24,7 @@ def pytest_collection_finish():
 
 
 # slow fixtures: the files that use them are dealt first, each to one process
-SHARED = ("killed", "two_ranks")
+SHARED = ("killed", "two_ranks", "server")
 
 
 def pytest_collection_modifyitems(items):
