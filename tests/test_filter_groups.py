@@ -420,6 +420,10 @@ def test_lost_and_garbled_lines():
     assert (s["num_gen_batches"], s["missing_batches"], s["num_steps"]) == (3, 1, 1)
     s = read([x for x in VERL.splitlines() + STEP if "Keep" in x])[1]  # nothing else was kept
     assert (s["num_gen_batches"], s["missing_batches"], s["num_steps"]) == (3, 3, 2)
+    frame, s = read(VERL.replace("=5 <", "=3 <").splitlines())  # the second kept nothing
+    assert (frame["kept"].tolist(), s["num_gen_batches"], s["num_steps"]) == ([3, 0], 2, 1)
+    s = read(VERL.splitlines()[-1:])[1]  # the cap alone tells of them
+    assert (s["num_gen_batches"], s["missing_batches"], s["outcomes"]) == (2, 2, {"cap": 1})
 
 
 @settings(max_examples=60, deadline=None)

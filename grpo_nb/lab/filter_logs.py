@@ -28,7 +28,7 @@ _PATTERNS = {  # what a line in small letters says: the text it is found in, wit
     "accumulated": r"accumulated(?: prompts)?: (?P<accumulated>\d+)(?: prompts| / (?P<target>\d+))",
     "compared": r"num_prompt_in_batch=(?P<accumulated>\d+) ?[<>]=? ?prompt_bsz=(?P<target>\d+)",
     "more": r"num_gen_batches=(?P<batch>\d+)(?: ?< ?max_num_gen_batches=\d+)?\. (?:keep|continue) generating",
-    "cap": r"num_gen_batches=\d+ ?>=? ?(?:\w+\.)*max_num_gen_batches=\d+",
+    "cap": r"num_gen_batches=(?P<batch>\d+) ?>=? ?(?:\w+\.)*max_num_gen_batches=\d+",
     "full": r"(?:collected enough data|enough data collected)\.",
     "partial": r"training on a partial batch: \d+ trajectories",
     "skipped": r"skipping the step: \w+",
@@ -87,19 +87,19 @@ class _Reader:
         self.batch |= facts
 
     def number(self, index: int):
-        "verl prints the index last: if it does not grow, the open batch had begun a new step."
+        "verl prints the index last, so the batch is over; if it does not grow, the batch had begun a new step."
         step, batch = self.step(), self.batch
-        if batch is None:  # nothing else is told of it
-            self.open_batch({"batch": index})
-            self.batch = None
-        if batch is None or batch.get("batch") is not None:
-            return
-        if index <= max((b.get("batch") or 0 for b in step["batches"][:-1]), default=0):
-            step["batches"].pop()
-            step["outcome"] = "unknown"
-            self.step()["batches"].append(batch)
-        batch["batch"] = index
-        self.batch = batch
+        if batch is None:
+            last = step["batches"][-1] if step["batches"] else {}
+            if len(last) < 2 or last.get("batch") != index:  # else the line is printed twice
+                self.open_batch({"batch": index})  # nothing else is told of it
+        elif batch.get("batch") is None:
+            if index <= max((b.get("batch") or 0 for b in step["batches"][:-1]), default=0):
+                step["batches"].pop()
+                step["outcome"] = "unknown"
+                self.step()["batches"].append(batch)
+            batch["batch"] = index
+        self.batch = None
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #35d806be
 def _take_in(reader: _Reader, fact: str, numbers: dict):
@@ -111,7 +111,10 @@ def _take_in(reader: _Reader, fact: str, numbers: dict):
         reader.number(numbers["batch"])
     elif fact in ("cap", "full", "partial", "skipped"):
         # an error at the limit may be printed twice; what was done about it counts
-        step = last if last and last["outcome"] == "cap" and fact != "full" else reader.step()
+        again = last and last["outcome"] == "cap" and fact != "full"
+        if fact == "cap" and not again:
+            reader.number(numbers["batch"])
+        step = last if again else reader.step()
         step["outcome"] = fact
         reader.batch = None
     elif fact in ("num_gen_batches", "filter_rate"):  # of the whole step, which is over by then
