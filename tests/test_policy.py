@@ -1,6 +1,7 @@
 "Token policies: padding, packing, prefix sharing, chunking and decoding on several architectures."
 
 import copy
+import dataclasses
 import json
 import pickle
 import re
@@ -132,6 +133,16 @@ def test_prefix_sharing_and_chunks_give_equal_gradients(policy):
         other, g = gradient(changed(policy, **kw), r)
         torch.testing.assert_close(other, lp, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(g, grad, atol=2e-4, rtol=1e-3)
+
+
+def test_without_a_step_log_probs_and_gradients_are_0(policy):
+    one = SimpleNamespace(prompt="7", columns={})
+    for tasks, g in ((TASKS, 2), ([one], 1)):
+        r = policy.sample(tasks, g, seeded(3, "s"))
+        r = dataclasses.replace(r, mask_NS=torch.zeros_like(r.mask_NS))
+        for kw in ({}, {"share_prefix": False}):
+            lp, grad = gradient(changed(policy, **kw), r)
+            assert lp.shape == r.mask_NS.shape and not lp.any() and not grad.any()
 
 
 def test_padding_order_and_company_change_nothing(policy):

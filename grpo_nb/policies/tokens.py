@@ -697,7 +697,7 @@ def _hidden_shared(self: TokenPolicy, r, first_P, index_N, ids_NS, mask_NS) -> T
     pieces, places = [], []
     for rows in _length_buckets(steps_N.cpu()):
         width = int(steps_N[rows].max())
-        if not width:
+        if width < 1:
             continue
         rows = rows.to(dev)
         owner, step = index_N[rows], torch.arange(width, device=dev)
@@ -717,7 +717,7 @@ def _hidden_dense(self: TokenPolicy, r, first_P, index_N, ids_NS, mask_NS) -> Te
     "The same with prompt and completion of every sample in one row (no sharing)."
     dev = ids_NS.device
     length_N = r.states["prompt_len"].to(dev)
-    steps_N = mask_NS.sum(1)
+    steps_N = mask_NS.sum(1).clamp(min=1)  # where no sample has a step, the prompts still run
     width = int((length_N + steps_N).max()) - 1
     at = torch.arange(width, device=dev).expand(len(r), -1)
     prompts = r.states["prompt_ids"].to(dev)
@@ -757,7 +757,7 @@ def _scored(self: TokenPolicy, r: Rollout, entropy: bool) -> tuple[Tensor, ...]:
     for layer in self.model.modules() if plain and self.gradient_checkpointing else ():
         if hasattr(layer, "_gradient_checkpointing_func"):
             layer.training = True  # this flag alone: what is inside has no dropout
-    width = int(r.lengths_N.max())
+    width = max(1, int(r.lengths_N.max()))
     ids_NS = r.states["completion_ids"][:, :width].to(self.device)
     mask_NS = r.mask_NS[:, :width].to(self.device)
     groups = Groups.of(r.group_N)
