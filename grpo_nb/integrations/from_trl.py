@@ -66,6 +66,10 @@ def config_from_trl(
     ours |= _minibatch_keys(prompts * group, per_update, group)
     notes = []
     steps = _trl_length(s, ours, updates, num_tasks, notes)
+    if updates > 1 and (warmup := s.take("warmup_steps", "optimizer.warmup", 0)) >= 1:
+        notes.append(
+            f"warmup_steps={warmup:g} are taken as rollouts: for as many optimizer steps set optimizer.warmup={round(warmup / updates)}"
+        )
     ours |= _trl_optimizer(s, steps) | _trl_loss(s) | _trl_policy(s)
     ours["advantage.mode"] = _trl_advantage(s)
     ours["advantage.weights"] = s.take("reward_weights", "advantage.weights")

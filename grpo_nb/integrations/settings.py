@@ -74,7 +74,8 @@ class Settings:
         for key in self.given:
             if key not in self.taken and key not in self.left:
                 why = (text for pattern, text in reasons if re.match(pattern, key))
-                self.left[key] = self._near(key) or next(
+                near = "null: the default holds" if key in self.asked else self._near(key)
+                self.left[key] = near or next(
                     why, "not a key that this reader knows; nothing here follows from it"
                 )
 

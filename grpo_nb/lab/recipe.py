@@ -117,6 +117,7 @@ _ELSEWHERE = """
     batch_size=train_batch_size kl=update.loss.kl_coef gradient_accumulation_steps=update.micro_tokens
     use_vllm=policy.engine use_peft=policy.lora peft_config=policy.lora bf16=policy.autocast
     group_size=num_generations output_dir=run.dir report_to=run.wandb save_steps=checkpoint.every eval_steps=eval.every
+    warmup_ratio=optimizer.warmup mask_truncated_completions=update.mask_truncated adam_beta1=optimizer.betas
 """  # words of TRL and verl
 
 
