@@ -369,6 +369,7 @@ def _metrics(
     self: GroupCollector, trained: Rollout | None, surplus: int, carried: int
 ) -> dict[str, float]:
     t, n = self.tally, self._counts()
+    trained = trained and trained[trained.taken_N]  # not what is masked
     samples, groups = (0, 0) if trained is None else (len(trained), trained.num_groups)
     mean_std = t["std_sum"] / t["std_groups"] if t["std_groups"] else math.nan
     found = {

@@ -81,7 +81,8 @@ def peak_memory_mb() -> float:
 
 # %% ../nbs/method/02_metrics.ipynb #664726c3
 def _completion_metrics(rollout: Rollout) -> dict[str, float]:
-    "Lengths, truncation and entropy of the samples."
+    "Lengths, truncation and entropy of the samples that have a step."
+    rollout = rollout[rollout.taken_N]
     length_N = rollout.lengths_N.float()
     found = _mean_min_max("length", length_N)
     truncated_N = rollout.info.get("truncated")

@@ -106,7 +106,7 @@ class GRPO:
                 self.policy, rollout, advantages, self.optimizer, how, self.reference, shuffle
             )
 
-        self._count_update(rollout, report)
+        self._count_update(report)
         self.last = _LastStep(rollout, advantages, report)
         row = report.metrics() | metrics | _completion_metrics(rollout)
         row |= {"learning_rate": lr, "epoch": getattr(self.stream, "epoch", math.nan)}
@@ -282,7 +282,12 @@ def advantages(
     "Advantages as the configuration names them."
     rewards, names, how = self._with_kl(rollout)
     found = compute_advantages(rewards, rollout.group_N, names, how, lengths_N=rollout.lengths_N)
-    values = found.values
+    values, metrics = found
+    if names != rollout.reward_names:  # `reward` is logged without the KL
+        own = rollout.rewards, rollout.group_N, rollout.reward_names, self.config.advantage
+        plain = compute_advantages(*own, lengths_N=rollout.lengths_N).metrics
+        logged = ("reward", "reward_std", "frac_reward_zero_std")
+        metrics = metrics | {k: plain[k] for k in logged}
     if values.shape[1:] == (1,) and "item" not in rollout.states:
         values = values[:, 0]
     if values.ndim == 2:
@@ -292,7 +297,7 @@ def advantages(
                 f"gave only {sorted(rollout.states)}. Let its samples carry it, or give one reward per sample."
             )
         values = spread_to_tokens(values, rollout.mask_NS, rollout.states["item"])
-    return values, found.metrics
+    return values, metrics
 
 
 @patch
@@ -332,12 +337,11 @@ _SELECTION_SUMS = ("selection/groups", "selection/ignored_groups", "selection/ig
 
 
 @patch
-def _count_update(self: GRPO, rollout: Rollout, report: UpdateReport):
+def _count_update(self: GRPO, report: UpdateReport):
     "Count what an update has done."
-    taken_NS = rollout.mask_NS & (report.done > 0)
     self.counters.add(
-        n_rollouts_trained=int(taken_NS.any(1).sum()),
-        tokens_trained=int(taken_NS.sum()),
+        n_rollouts_trained=int(report.trained_NS.any(1).sum()),
+        tokens_trained=int(report.trained_NS.sum()),
         optimizer_steps=report.done,
         forward_tokens=sum(row["n_tokens"] for row in report.rows),
     )

@@ -45,7 +45,7 @@ def update(
     _check(c, policy, rollout, advantages, reference, generator)
     rollout = _without_truncated(rollout) if c.mask_truncated else rollout
     batch, sampling = _columns(c, rollout, advantages, reference)
-    out = UpdateReport(sampling=sampling)
+    out = UpdateReport(sampling=sampling, trained_NS=torch.zeros_like(rollout.mask_NS))
     exact = c.kl_stop.stat != "k3" and hasattr(policy, "logp_and_kl")
     last_NS = batch["old"]  # log-probs at the beginning of the last epoch
     for epoch in range(c.num_epochs):  # K passes over the same rollout
@@ -78,7 +78,7 @@ def update(
                 _drop_gradients(policy)
                 row["stopped"], out.reason = True, f"{why} (epoch {epoch}, minibatch {i})"
                 return out
-            _step(c, policy, optimizer, row)
+            _step(c, policy, optimizer, out, rollout.mask_NS, part)
     return out
 
 # %% ../nbs/method/02_update.ipynb #0d36eb9a
@@ -259,6 +259,7 @@ class UpdateReport:
     planned: int = 0  # updates there would be without an early stop
     reason: str = ""  # why the epochs ended early; empty if they did not
     sampling: dict = field(default_factory=dict)  # how far trainer and sampler are apart
+    trained_NS: Tensor | None = None  # steps of the minibatches that were stepped
 
     @property
     def done(self) -> int:
@@ -302,7 +303,7 @@ def metrics(self: UpdateReport) -> dict[str, float]:
         "upd/n_skipped": self.nonfinite,
     }
     if self.rows and self.planned > 1:
-        out["upd/kl_last"] = _kl_old(self.rows[-1])
+        out["upd/kl_last"] = next((k for k in map(_kl_old, self.rows[::-1]) if k == k), math.nan)
     tried = [r for r in self.rows if not r["skipped"]]  # also the one that was stopped
     epochs = sorted({r["epoch"] for r in tried})
     for e in epochs if len(epochs) > 1 else ():
@@ -372,6 +373,9 @@ def _without_truncated(rollout: Rollout) -> Rollout:
     if "truncated" not in rollout.info:
         raise ValueError("mask_truncated needs info['truncated'], which this policy does not give.")
     cut_N = torch.as_tensor(rollout.info["truncated"]).to(rollout.mask_NS.device)
+    if cut_N.all():
+        said = "mask_truncated leaves nothing to train on: every sample is truncated. Raise max_new_tokens."
+        warnings.warn(said, stacklevel=3)
     return rollout.replace(mask_NS=rollout.mask_NS & ~cut_N[:, None])
 
 
@@ -410,7 +414,7 @@ def _distances(c, x, now_NS, kl_NS, loss) -> tuple[Tensor, Tensor]:
 def _row(c, seen, batch, part, exact, first) -> dict:
     "What all processes report about one minibatch; a first ratio that is not 1 is refused."
     seen = [x for own in gather(seen) for x in own]
-    row = report(*[metrics for metrics, _, _ in seen] or [_metrics_of_nothing(c, batch)])
+    row = report(*[metrics for metrics, _, _ in seen], _metrics_of_skipped(c, batch, part))
     if first and c.check_tol is not None:
         diffs = torch.stack([torch.zeros(3).double(), *(d.cpu() for _, _, d in seen)])
         found = torch.cat([diffs[:, :1].max(0).values, diffs[:, 1:].sum(0)])
@@ -418,6 +422,8 @@ def _row(c, seen, batch, part, exact, first) -> dict:
     sums = torch.stack([torch.zeros(6).double(), *(s.cpu() for _, s, _ in seen)]).sum(0)
     loss, *distances, steps = sums.tolist()
     k1, k3, own, ref = (x / steps if steps else math.nan for x in distances)
+    if not steps:  # nothing was run
+        row |= {k: math.nan for k in ("ratio/mean", "kl", "entropy") if k in row}
     if c.scheme != "fixed":
         row |= {f"kl_anchor/{k}": row[f"kl_old/{k}"] for k in ("k1", "k3")}
     row |= {"loss": loss, "kl_old/k1": k1, "kl_old/k3": k3}
@@ -432,12 +438,19 @@ def _row(c, seen, batch, part, exact, first) -> dict:
     return row | {"n_tokens": int(steps)}
 
 # %% ../nbs/method/02_update.ipynb #b3ff5de1
-def _metrics_of_nothing(c, batch) -> dict:
-    "The metrics of a minibatch of which no sample has to be run: every update reports the same names."
-    none = batch["old"][:0]
-    entropy = none if c.loss.entropy_coef else None
-    args = (none, none, none[:, 0], none, c.loss, none, none.long())
-    return policy_loss(*args, entropy_NS=entropy)[1]
+def _metrics_of_skipped(c, batch, part) -> dict:
+    "Samples that are not run have no ratio, and count among those that were not clipped: every update reports the same names."
+    rows = part[batch["skipped"][part]]
+    zero_NS, mask_NS = torch.zeros_like(batch["old"][rows]), batch["mask"][rows]
+    item_NS = zero_NS.long() if batch["item"] is None else batch["item"][rows]
+    entropy = zero_NS if c.loss.entropy_coef else None
+    nothing, skipped = (
+        policy_loss(
+            zero_NS, zero_NS, zero_NS[:, 0], m_NS, c.loss, zero_NS, item_NS, entropy_NS=entropy
+        )[1]
+        for m_NS in (mask_NS & False, mask_NS)
+    )
+    return nothing | {k: m for k, m in skipped.items() if k.startswith("clip_ratio/")}
 
 # %% ../nbs/method/02_update.ipynb #3897d20f
 def _passes(c, policy, rollout, part, skipped_N) -> list[Tensor]:
@@ -456,9 +469,9 @@ def _drop_gradients(policy):
         p.grad = None
 
 
-def _step(c, policy, optimizer, row):
+def _step(c, policy, optimizer, out, mask_NS, part):
     "Sum over the processes, clip and step; a loss or gradient that is not finite is dropped and counted."
-    params = list(policy.parameters())
+    params, row = list(policy.parameters()), out.rows[-1]
     for p in params:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     if not getattr(policy, "sharded", False):  # else FSDP has added them up
@@ -468,6 +481,7 @@ def _step(c, policy, optimizer, row):
     row["skipped"] = not (math.isfinite(row["grad_norm"]) and math.isfinite(row["loss"]))
     if not row["skipped"]:
         optimizer.step()
+        out.trained_NS[part] = mask_NS[part]
     _drop_gradients(policy)
 
 # %% ../nbs/method/02_update.ipynb #42b8c66c

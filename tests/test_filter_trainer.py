@@ -102,6 +102,21 @@ algorithm:
 """
 
 
+def test_a_row_speaks_of_what_was_trained():
+    t = make("steps=1", "filter_groups.action=mask").fit()
+    row, kept_N = t.history[-1], t.last.rollout.taken_N
+    assert 0 < row["filter/kept"] == row["filter/groups_trained"] < t.last.rollout.num_groups
+    assert row["n_rollouts_trained"] == kept_N.sum() and row["completions/min_length"] > 0
+    stop = "update.kl_stop.target=1e-12", "update.minibatch_size=8", "optimizer.lr=0.001"
+    row = make("steps=1", "update.num_epochs=9", *stop).fit().history[-1]  # after one of 27 updates
+    assert (row["optimizer_steps"], row["n_rollouts_trained"]) == (1, 8) and row[
+        "ratio/mean"
+    ] == pytest.approx(1)
+    t = make("steps=2", "rewards.kl_in_reward=1", "optimizer.lr=0.001").fit()
+    assert t.history[-1]["rewards/kl/mean"] < 0
+    assert t.history[-1]["reward"] == pytest.approx(t.last.rollout.rewards.mean().item())
+
+
 def test_the_block_of_verl_can_be_pasted(tmp_path):
     recipe, there = tmp_path / "recipe.yaml", "algorithm.filter_groups."
     recipe.write_text(VERL)

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from grpo_nb.lab.record import Run
 from grpo_nb.lab.what_if import _read_samples, what_if
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -45,3 +46,13 @@ def test_components_that_a_table_lacks_and_rewards_that_are_all_none(tmp_path):
     seen = what_if(tmp_path, ["grpo", "gdpo"], "right")
     assert seen.groups()["state"].tolist() == ["varied", "all right"]
     assert np.isfinite(seen.samples[["grpo", "gdpo"]]).all(axis=None)
+
+
+def test_a_run_is_seen_with_its_own_weights(tmp_path):
+    parts = {"rewards/a": [1.0, 0, 0, 1], "rewards/size": [0.0, 6, 2, 1], "advantage": [0.0] * 4}
+    with Run.create(tmp_path, {"advantage": {"weights": {"a": 2.0, "size": 0.0}}}) as run:
+        run.log_samples(1, {"group": [0] * 4, "prompt": ["p"] * 4, "completion": [""] * 4} | parts)
+    for source in (run, tmp_path):
+        seen = what_if(source, ["grpo"]).samples
+        np.testing.assert_allclose(seen["grpo"], [0.866, -0.866, -0.866, 0.866], atol=1e-3)
+        assert seen["reward"].tolist() == [2, 0, 0, 2]

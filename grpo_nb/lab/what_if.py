@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 
-from ..advantages import AdvantageConfig, compute_advantages
+from ..advantages import AdvantageConfig, compute_advantages, weights_by_name
 from ..config import build_config, one_of
 from ..files import read_jsonl
 from ..filter_groups import expected_gen_batches, varies
@@ -106,6 +106,12 @@ def _without_repeats(frame):
     return frame[frame["step"].isin(fresh)].reset_index(drop=True)
 
 # %% ../../nbs/lab/03_what_if.ipynb #f75b00be
+def _advantage_section(source: Any) -> dict[str, Any]:
+    "How the run weighed its rewards; of samples alone nothing is known."
+    run = Run(source) if isinstance(source, (str, Path)) and _is_run(source) else source
+    return dict(run.config.get("advantage") or {}) if isinstance(run, Run) else {}
+
+
 @dataclass
 class WhatIf:
     "Advantages of stored samples under several estimators, and what a filter would have done."
@@ -128,17 +134,19 @@ def what_if(
     filter_groups: str | None = None,  # component that must vary; None: the sum
 ) -> WhatIf:
     "Recompute advantages and filtering from the stored samples of a run, without a model."
-    arms = advantage
+    frame, arms, own = _read_samples(run), advantage, _advantage_section(run)
+    names = frame.attrs["components"]
     if not isinstance(arms, Mapping):
         modes = [advantage] if isinstance(advantage, str) else advantage
-        arms = {mode: AdvantageConfig(mode=mode) for mode in modes}
-    frame = _read_samples(run)
-    names = frame.attrs["components"]
+        arms = {mode: own | {"mode": mode, "options": {}} for mode in modes}
     if filter_groups is not None:
         numbers = [k for k in frame if k not in _NOT_REWARDS and _numeric(frame[k])]
         one_of("metric of the filter", filter_groups, numbers)
     stored = {"advantage": "stored"} if "advantage" in frame else {}
-    frame = frame.rename(columns=stored).assign(reward=frame[names].sum(axis=1))
+    frame = frame.rename(columns=stored)
+    if "reward" not in names:
+        weights = weights_by_name(own.get("weights"), names)
+        frame = frame.assign(reward=(frame[names] * weights).sum(axis=1))
     for arm, config in arms.items():
         config = build_config(AdvantageConfig, config)
         values = []
