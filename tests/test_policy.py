@@ -323,6 +323,7 @@ PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}
 BEGUN = "{% for m in messages %}{{ m.content[0].text or m.content[:1] }}{% endfor %}a"
 USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}a"
 LAST = "{{ messages[-1].content }}a"
+ONE = {"type": "text", "text": "1"}
 FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
 
@@ -335,13 +336,16 @@ FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}
         (BEGUN, "1+", "leaves out what"),  # of a text its end, of two parts the second
         (
             BEGUN,
-            [U | {"content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+"}]}],
+            [U | {"content": [ONE, ONE | {"text": "+"}]}],
             "leaves out what",
         ),
         (USERS, [S, U], "leaves out what {'role': 'system'"),
         (LAST, [U, A, U], "leaves out what {'role': 'user'"),  # not the one that it says
         (LAST, [U | {"content": ""}, U], "1+a"),
         (LAST, [U], "1+a"),
+        (LAST, [U | {"content": [ONE, {"text": "+"}]}], "1+a"),  # it would print them as Python
+        (TEMPLATE, [U, A | {"content": [ONE]}], "<bos>u1+<bos>a1"),
+        (LAST, [U | {"content": [ONE, {"type": "image"}]}], "it takes text alone"),
         (FIRST + TEMPLATE, [S, U], "<bos>s8<bos>u1+a"),
         (FIRST + TEMPLATE, "1+", "no system"),
         (TEMPLATE, [U, A | {"content": None, "tool_calls": []}], "The chat template does not take"),

@@ -388,19 +388,31 @@ def _with_mark(message: dict, mark: str) -> dict:
     told = message["content"]
     if isinstance(told, str):
         return message | {"content": told and told + mark}
-    ends = lambda p: (
-        p | {"text": p["text"] + mark} if isinstance(p, Mapping) and p.get("text") else p
-    )
-    return message | {"content": told and [*map(ends, told)]}
+    ends = [p | {"text": p["text"] + mark} if _text(p) else p for p in told or ()]
+    return message | {"content": told and ends}
+
+
+def _text(part: Any) -> str | None:
+    return part.get("text") if isinstance(part, Mapping) else None
 
 
 @patch
 def _rendered(self: TokenPolicy, messages: list[dict], **end) -> str:
+    "The text of messages; a template that knows no parts is given them joined."
+    several = [m for m in messages if m["content"] and isinstance(m["content"], (list, tuple))]
     try:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, **end)
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, **end)
+        if not [m for m in several if str(m["content"])[:12] in text]:  # printed as Python
+            return text
+        error, about = None, "it takes text alone"
     except Exception as e:  # templates raise jinja's errors, and whatever their filters raise
-        about = str(e).split("\n")[0].rstrip(".")
-        raise ValueError(f"The chat template does not take {messages!r}: {about}.") from e
+        error, about = e, str(e).split("\n")[0].rstrip(".")
+    if not several or not all(isinstance(_text(p), str) for m in several for p in m["content"]):
+        raise ValueError(f"The chat template does not take {messages!r}: {about}.") from error
+    bare = [
+        m | {"content": "".join(map(_text, m["content"]))} if m in several else m for m in messages
+    ]
+    return self._rendered(bare, **end)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #aedbaa65
 @patch
@@ -658,17 +670,8 @@ def _token_scores(self: TokenPolicy, hidden: Tensor, target: Tensor, entropy: bo
         logp_TV = torch.log_softmax(_shape_logits(hidden, **shape, keep=target), -1)
         logp = logp_TV.gather(1, target[:, None])[:, 0]
         return (logp, -(logp_TV.exp() * logp_TV.clamp(min=FLOOR)).sum(1)) if entropy else (logp,)
-    out = _head_logp(
-        hidden.to(head.weight.dtype),
-        head.weight,
-        target,
-        head.bias,
-        scale=head.scale,
-        cap=head.cap,
-        chunk=self.chunk_tokens,
-        entropy=entropy,
-        **shape,
-    )
+    shape |= {"scale": head.scale, "cap": head.cap, "chunk": self.chunk_tokens, "entropy": entropy}
+    out = _head_logp(hidden.to(head.weight.dtype), head.weight, target, head.bias, **shape)
     return out if entropy else (out,)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #9854ec62
