@@ -341,7 +341,7 @@ def _only_digits_are_numbers() -> Iterator[None]:
 
 # %% ../nbs/method/02_verifiers.ipynb #ed585e27
 def _read_math(text: str, limit: int) -> Any:  # a sympy object; None if it cannot be read
-    "LaTeX as math-verify reads it; i is the imaginary unit."
+    "LaTeX as math-verify reads it; i is the imaginary unit, and only a matrix is transposed: of anything else it would drop the T."
     from latex2sympy2_extended.math_normalization import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
     from math_verify.utils import timeout
@@ -351,6 +351,10 @@ def _read_math(text: str, limit: int) -> Any:  # a sympy object; None if it cann
     latex = [LatexExtractionConfig(normalization_config=how)]
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):  # else degrees are a unit
         text = re.sub(r"([0-9.]+) ?(?:\^ ?\{?\\circ\}?|°)", r"(\1\\pi/180)", text)
+    if "\\begin" not in text:
+        letter = r"(?:T|\\top|\\intercal|\\math\w+ ?\{ ?T ?\})"
+        text = re.sub(rf"\^ ?(?:{letter}|\{{ ?{letter} ?\}})", "^{T }", text)
+    text = re.sub(r"\\log_(?:e|\{e\})", r"\\ln ", text).replace(r"\varnothing", r"\emptyset")
     with _only_digits_are_numbers():
         found = parse(f"${text}$", latex, "no_fallback", parsing_timeout=limit, raise_on_error=True)
     if not found:
@@ -395,9 +399,15 @@ def _assigned(x: Any) -> Any:
     return FiniteSet(*(e.rhs for e in eqs)) if isinstance(x, FiniteSet) else eqs[0].rhs
 
 
+def _same_list(gold: Sequence, guess: Sequence, limit: int) -> bool:
+    "The same values, each as often: a set has each once."
+    often = lambda x, items: sum(_same_math(x, y, limit) for y in items)
+    return len(gold) == len(guess) and all(often(x, gold) == often(x, guess) for x in gold)
+
+
 def _capitals_apart(*texts: str) -> list[str]:
     "R as a name of its own where r occurs too: math-verify takes one for the other."
-    letters = set(re.sub(r"\\[A-Za-z]+", "", " ".join(texts)))
+    letters = set(re.sub(r"\\[A-Za-z]+(?:\{\w*matrix\})?", "", " ".join(texts)))
     name = lambda m: m[1] or f"x_{{{ord(m[2])}}}" if m[1] or m[2].lower() in letters else m[2]
     capitals = r"(\\math\w+ ?\{?[A-Z]|\\[A-Za-z]+)|(?<!_)(?<!_\{)([A-Z])(?!_)"
     return [re.sub(capitals, name, text) for text in texts]
@@ -407,7 +417,7 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     "Whether two pieces of mathematics are equal, in `limit` seconds a step."
     from math_verify.errors import TimeoutException
     from math_verify.utils import timeout
-    from sympy import Rational
+    from sympy import FiniteSet, Rational
 
     (found, unit), (reference, wanted) = _without_unit(found), _without_unit(reference)
     several = [text.count(",") for text in (found, reference) if "\\{" not in text]  # 1,2 or 1,2,2
@@ -422,6 +432,8 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     same = base(found) == base(reference)  # 101_2 and 101_{2}, +x and x
     if same or None not in pair:
         return same or _same_quantity(*pair)
+    if any(re.search(r"(?<!\\):[^:=]*(?<!\\):", text) for text in (found, reference)):
+        return False  # 1:2:3 is no 1/6
     plain = lambda at: Rational(pair[at][0]) if pair[at] else None  # 1 2/3, 2e3
     gold, guess = plain(1), plain(0)
     if gold is None and _is_prose(reference):
@@ -435,7 +447,14 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     try:
         if guess is None and found and not _is_prose(found):
             guess = _read_math(found, limit)
-        return guess is not None and timeout(limit)(_same_math)(gold, guess, limit)
+        if guess is None or not timeout(limit)(_same_math)(gold, guess, limit):
+            return False
+        texts = (reference, found)
+        commas = max(len(re.findall("[,;]", t)) for t in texts) * ("\\{" not in found + reference)
+        if not isinstance(gold, FiniteSet) or commas < len(gold.args):
+            return True
+        each = [_read_math(f"({text})", limit).args for text in texts]  # 1,1,2 or 1,2,2
+        return timeout(limit)(_same_list)(*each, limit)
     except (Exception, TimeoutException):
         return False  # what cannot be read or compared in its limits is not equal
 

@@ -120,6 +120,9 @@ def test_accepted_answers_of_any_sequence():
         (r"\text{either } 5 \text{ or } 6", "6", 0),
         ("(101)_{2}", "101", 0),
         ("0b11", "0", 0),
+        ("2^T", "2", 0),  # no transpose of a number
+        ("1,1,2", "1,2,2", 0),
+        ("1:2:3", "1/6", 0),
     ],
 )
 def test_a_wrong_number_is_never_right(said, answer, want):
