@@ -25,12 +25,12 @@ from .advantages import _warn_cancelled_scales, weights_by_name, _check_keys
 from .callbacks import EndOfTasks, Paused, check_callbacks, _method_at, _tells_errors
 from .collector import GroupCollector
 from .config import Count, Natural, NonNegative, Positive, check_number, config_tree
-from .config import configuration, given_keys, override, _check_options
+from .config import configuration, given_keys, one_of, override, _check_options
 from .core import Policy, Rollout, in_shares, sample_in_shares, seeded
 from .evaluate import EvalConfig, Scores, _parts
 from .evaluate import evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig, _check_metrics, _warn_of_shaping
-from .losses import kl_penalty
+from .losses import aggregate, kl_penalty
 from .metrics import Counters, History, _completion_metrics, merge_rows, peak_memory_mb
 from .optimizer import OptimizerConfig, learning_rate, make_optimizer
 from .processes import _as_held, _copy_first, gather, join_processes, place, say, whole
@@ -557,6 +557,11 @@ def _check_setup(self: GRPO):
     _check_keys(c.advantage, self.rewards.components)
     if (columns := getattr(self.policy, "info_columns", None)) is not None:
         _check_metrics(c.filter_groups.metrics, self.rewards.components, columns)
+    for name in c.filter_groups.weights or ():
+        one_of("reward in filter_groups.weights:", name, self.rewards.components)
+    loss, longest = c.update.loss, getattr(self.policy, "max_new_tokens", None) or 1
+    ones = torch.ones(1, longest, dtype=torch.long)
+    aggregate(ones.float(), ones, loss.aggregation, None, loss.max_length, ones)
     compared = {gate.on for gate in c.advantage.gates}  # with a threshold: there a scale counts
     for f in (f for k, f in functions.items() if k not in compared):
         _warn_cancelled_scales(c.advantage.mode, getattr(f, "cancelling_scales", {}))

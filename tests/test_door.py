@@ -91,6 +91,13 @@ KEYS = [
     ("filter_groups", {"enable": True, "on_cap": "skip_step"}, {}, TOLD),
     ("filter_groups", {"enable": True, "action": "drop", "max_num_gen_batches": 2}, {}, TOLD),
     ("update.sampling_cap", 2.0, {}, TOLD),
+    ("filter_groups", {"enable": True, "action": "drop", "surplus": "carry"}, {}, TOLD),
+    ("filter_groups.weights", {"nope": 1}, {}, REFUSED),
+    ("update.loss", {"aggregation": "seq-mean-token-sum-norm", "max_length": 6}, {}, USED),
+    ("update.loss.count_empty", True, {}, TOLD),
+    ("update.scheme", "progressive", {}, TOLD),
+    ("update", {"scheme": "progressive", "num_epochs": 2}, {}, USED),
+    ("advantage.missing", "zero_in_stats", {}, TOLD),
     ("advantage.eps", 0.1, {}, USED),
 ]
 
@@ -141,6 +148,13 @@ def test_every_key_that_somebody_sets_is_used_refused_or_told(key, value, parts,
     said = [str(w.message) for w in seen if key in str(w.message)]
     assert (outcome == TOLD) == (len(said) == 1) and outcome != REFUSED, said
     assert any(k.startswith(key) for k in given_keys(trainer.config))
+
+
+@pytest.mark.parametrize("length", [None, 5])
+def test_a_constant_length_below_the_longest_sample_is_refused(length, policy):
+    config = SMALL | {"update.loss.aggregation": "dr_grpo", "update.loss.max_length": length}
+    with pytest.raises(ValueError, match=f"got max_length={length}: .* up to 6 long"):
+        GRPO(policy, ROWS, RIGHT, config)
 
 
 def test_estimators_say_which_of_the_general_options_they_do_not_have(policy):

@@ -179,7 +179,7 @@ def _trl_loss(s: Settings) -> dict[str, Any]:
     level = s.take("importance_sampling_level", "update.loss.level", "token")
     masked = s.take("mask_truncated_completions", "update.mask_truncated", False)
     return bounds | {
-        "update.mask_truncated": masked, "update.loss.count_empty": masked,
+        "update.mask_truncated": masked, "update.loss.count_empty": masked and aggregation not in ("token_mean", "bnpo"),
         "update.loss.policy_loss": loss, "update.loss.aggregation": aggregation, "update.loss.max_length": length if aggregation == "dr_grpo" else None,
         "update.loss.level": level, "update.loss.kl_coef": kl, "update.loss.kl_importance": kl > 0,
         "update.loss.entropy_coef": s.take("entropy_coef", "update.loss.entropy_coef", 0.0),

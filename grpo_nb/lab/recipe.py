@@ -432,26 +432,27 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
     alone, unrecorded = not trainer.rewards.pooled, not _at(now, "run.dir")
     recorded = "(run.(wandb|tensorboard|name|if_exists|samples_every|samples_rows)|checkpoint.*)"
     judged, best = bool(trainer.eval_tasks), _at(now, "checkpoint.keep_best") and c.eval.every
-    groups, loss, stop = c.filter_groups, c.update.loss, c.update.kl_stop
-    scores = {"greedy"} if c.eval.greedy else set()
-    scores |= {"sampled", "reward"} if c.eval.samples else set()
-    lost = best and not scores & {*_at(now, "checkpoint.best").removeprefix("eval_").split("/")}
-    limits, once = stop.target or stop.target_ref, groups.action != "refill"
-    capped = groups.max_num_gen_batches > 0 or groups.adaptive_cap
+    groups, u, stop, way = c.filter_groups, c.update, c.update.kl_stop, c.update.loss.aggregation
+    scores = ["greedy"] * c.eval.greedy + ["reward", "sampled"] * bool(c.eval.samples)
+    lost = best and not {*scores} & {*_at(now, "checkpoint.best").removeprefix("eval_").split("/")}
+    once, capped = groups.action != "refill", groups.max_num_gen_batches > 0 or groups.adaptive_cap
     rules = [
         (recorded, unrecorded, "needs run.dir"),
         ("eval.(every|samples|greedy|limit)", not judged, "needs held-out tasks"),
         ("checkpoint.(keep_best|best)", not (best and judged), "needs eval.every and keep_best"),
-        ("checkpoint.(keep_best|best)", lost, f"best names none of {sorted(scores)}"),
+        ("checkpoint.(keep_best|best)", lost, f"best names none of {scores}"),
         ("filter_groups.(?!metric).*", unfiltered, "needs filter_groups.enable"),
-        ("filter_groups.(on_cap|max_num.*|sizing|adaptive_cap)", once, "needs action=refill"),
+        ("filter_groups.(on_cap|max_num.*|sizing|adapt.*|surplus)", once, "needs action=refill"),
         ("filter_groups.on_cap", not capped, "needs max_num_gen_batches or adaptive_cap"),
         ("update.sampling_.*", getattr(trainer.policy, "engine", 1) is None, "needs an engine"),
         ("filter_groups.max_staleness", groups.surplus != "carry", "needs surplus=carry"),
         ("filter_groups.filter_rate_ema", groups.sizing != "adaptive", "needs sizing=adaptive"),
-        ("update.kl_stop.(factor|stat|min_updates)", not limits, "needs a target"),
-        ("update.(loss.kl_(kind|importance)|kl_on_.*)", not loss.kl_coef, "needs kl_coef"),
-        ("update.loss.max_length", loss.aggregation != "dr_grpo", "only dr_grpo reads it"),
+        ("update.kl_stop.(?!target).*", not (stop.target or stop.target_ref), "needs a target"),
+        ("update.(loss.kl_(kind|importance)|kl_on_.*)", not u.loss.kl_coef, "needs kl_coef"),
+        ("update.loss.max_length", not re.match("dr_|seq-.*-norm", way), "only dr_grpo reads it"),
+        ("update.loss.count_empty", re.match("token.[ms]|dapo|bnpo", way), "no mean over rows"),
+        ("update.scheme", u.num_epochs < 2 and u.scheme != "reference", "needs num_epochs > 1"),
+        ("advantage.missing", True, "no sample is masked"),
         ("update.whole_groups", c.update.minibatch_size is None, "needs minibatch_size"),
         ("tasks.shuffle", c.tasks.selector, "the selector decides"),
         ("optimizer.min_lr_ratio", c.optimizer.schedule == "constant", "the rate does not decay"),
