@@ -413,6 +413,19 @@ def _capitals_apart(*texts: str) -> list[str]:
     return [re.sub(capitals, name, text) for text in texts]
 
 
+def _other_shape(*texts: str) -> bool:
+    "Whether one is a longer list, 1,2,2 and not 1,2, or in brackets, [1] and not 1."
+    several = [text.count(",") for text in texts if "\\{" not in text]
+    lists = {bool(re.fullmatch(r"(\\left)? ?\[[^,]*\]", text)) for text in texts}
+    return all(several) and len({*several}) == 2 or lists == {0, 1}
+
+
+def _unspaced(text: str) -> str:
+    "Without spaces that say nothing; 101_2 for 101_{2}, x for +x."
+    text = re.sub(r"(?<!\w) | (?!\w)", "", text)
+    return re.sub(r"_\{(\w+)\}", r"_\1", text).removeprefix("+")
+
+
 def _equal_math(found: str, reference: str, limit: int) -> bool:
     "Whether two pieces of mathematics are equal, in `limit` seconds a step."
     from math_verify.errors import TimeoutException
@@ -420,16 +433,10 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     from sympy import FiniteSet, Rational
 
     (found, unit), (reference, wanted) = _without_unit(found), _without_unit(reference)
-    several = [text.count(",") for text in (found, reference) if "\\{" not in text]  # 1,2 or 1,2,2
-    lists = {bool(re.fullmatch(r"(\\left)? ?\[[^,]*\]", t)) for t in (found, reference)}  # [1] or 1
-    two_units = len({unit, wanted} - {""}) == 2
-    if two_units or all(several) and len({*several}) == 2 or lists == {0, 1}:
+    if len({unit, wanted} - {""}) == 2 or _other_shape(found, reference):
         return False
     pair = _quantity(found), _quantity(reference)
-    base = lambda text: re.sub(
-        r"_\{(\w+)\}", r"_\1", re.sub(r"(?<!\w) | (?!\w)", "", text)
-    ).removeprefix("+")
-    same = base(found) == base(reference)  # 101_2 and 101_{2}, +x and x
+    same = _unspaced(found) == _unspaced(reference)
     if same or None not in pair:
         return same or _same_quantity(*pair)
     if any(re.search(r"(?<!\\):[^:=]*(?<!\\):", text) for text in (found, reference)):

@@ -165,7 +165,8 @@ def read_verl(
         here = [p for p in parts if p in frame]
         if here and counter not in frame:
             frame[counter] = frame[here].fillna(0).sum(axis=1).cumsum()
-    scores = [c for c in frame if re.match(r"val(-core)?/.*((?:reward|acc)/mean@\d+|test_score/[^/]+)$", c)]
+    score = re.compile(r"val(-core)?/.*((reward|acc)/mean@\d+|test_score/[^/]+)$")
+    scores = list(filter(score.match, frame))
     # of several data sets there is no one number
     if len(scores) == 1 and "eval_reward" not in frame:
         frame["eval_reward"] = frame[scores[0]]
