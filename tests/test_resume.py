@@ -622,3 +622,8 @@ def test_an_error_while_a_run_is_laid_out_leaves_it_as_it_was(
         trainer = make(folder, "run.if_exists=resume") if begun else make(folder)
         trainer.fit(1).close()
         assert trainer.run.dir == folder and trainer.step_done == 1 + begun
+
+
+def test_a_second_checkpoint_of_a_step_leaves_the_first_as_it_is(tmp_path):
+    paths = [checkpoint._write_checkpoint(tmp_path, 3, {"part": {"x": x}}) for x in (1, 2)]
+    assert [checkpoint.read_state(path)["part"]["x"] for path in paths] == [1, 2]
