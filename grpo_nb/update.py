@@ -25,6 +25,7 @@ from grpo_nb.losses import (
     minibatch_counts,
     policy_loss,
     report,
+    _ratio_metrics,
     _sampling_metrics,
     sampling_ratio,
 )
@@ -414,7 +415,8 @@ def _distances(c, x, now_NS, kl_NS, loss) -> tuple[Tensor, Tensor]:
 def _row(c, seen, batch, part, exact, first) -> dict:
     "What all processes report about one minibatch; a first ratio that is not 1 is refused."
     seen = [x for own in gather(seen) for x in own]
-    row = report(*[metrics for metrics, _, _ in seen], _metrics_of_skipped(c, batch, part))
+    found = [metrics for metrics, _, _ in seen] or [_metrics_of_nothing(c, batch)]
+    row = report(*found, _clips_of_skipped(c, batch, part))
     if first and c.check_tol is not None:
         diffs = torch.stack([torch.zeros(3).double(), *(d.cpu() for _, _, d in seen)])
         found = torch.cat([diffs[:, :1].max(0).values, diffs[:, 1:].sum(0)])
@@ -438,19 +440,21 @@ def _row(c, seen, batch, part, exact, first) -> dict:
     return row | {"n_tokens": int(steps)}
 
 # %% ../nbs/method/02_update.ipynb #b3ff5de1
-def _metrics_of_skipped(c, batch, part) -> dict:
-    "Samples that are not run have no ratio, and count among those that were not clipped: every update reports the same names."
+def _metrics_of_nothing(c, batch) -> dict:
+    "The metrics of a minibatch of which no sample has to be run: every update reports the same names."
+    none = torch.zeros_like(batch["old"][:1])  # and its mask: a loss may look for a maximum
+    entropy = none if c.loss.entropy_coef else None
+    args = (none, none, none[:, 0], none, c.loss, none, none.long())
+    return policy_loss(*args, entropy_NS=entropy)[1]
+
+
+def _clips_of_skipped(c, batch, part) -> dict:
+    "Samples that are not run have no ratio, and count among those that were not clipped."
     rows = part[batch["skipped"][part]]
-    zero_NS, mask_NS = torch.zeros_like(batch["old"][rows]), batch["mask"][rows]
-    item_NS = zero_NS.long() if batch["item"] is None else batch["item"][rows]
-    entropy = zero_NS if c.loss.entropy_coef else None
-    nothing, skipped = (
-        policy_loss(
-            zero_NS, zero_NS, zero_NS[:, 0], m_NS, c.loss, zero_NS, item_NS, entropy_NS=entropy
-        )[1]
-        for m_NS in (mask_NS & False, mask_NS)
-    )
-    return nothing | {k: m for k, m in skipped.items() if k.startswith("clip_ratio/")}
+    zero_NS = torch.zeros_like(batch["old"][rows])
+    item_NS = None if batch["item"] is None else batch["item"][rows]
+    found = _ratio_metrics(c.loss, zero_NS, zero_NS[:, 0], batch["mask"][rows], item_NS)
+    return {k: m for k, m in found.items() if k.startswith("clip_ratio/")}
 
 # %% ../nbs/method/02_update.ipynb #3897d20f
 def _passes(c, policy, rollout, part, skipped_N) -> list[Tensor]:

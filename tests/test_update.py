@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_nb.core import Rollout, sample_in_shares, seeded
-from grpo_nb.losses import LossConfig
+from grpo_nb.losses import POLICY_LOSSES, LossConfig
 from grpo_nb.update import KLStop, UpdateConfig, update
 
 GOOD = ("fixed", "progressive", "previous_epoch")
@@ -192,6 +192,19 @@ def test_all_truncated_moves_nothing_and_a_policy_that_does_not_say_is_refused()
     config = UpdateConfig(mask_truncated=True, loss=LossConfig(kl_coef=0.1))
     got = update(policy, r, adv, torch.optim.SGD([policy.logits], 1.0), config, Table(seed=5))
     assert torch.equal(policy.logits, before) and got.rows[0]["loss"] == 0
+
+
+def test_a_loss_of_ones_own_may_ask_for_a_maximum_where_nothing_is_run(monkeypatch):
+    def peak(log_ratio_NS, advantage_NS, logp_NS):
+        return -advantage_NS / advantage_NS.abs().max() * logp_NS
+
+    monkeypatch.setitem(POLICY_LOSSES, "peak", peak)
+    policy, r, adv = case()
+    adv[6:] = 0  # two of three minibatches
+    config = UpdateConfig(minibatch_size=6, loss=LossConfig("peak"))
+    sgd = torch.optim.SGD([policy.logits], 1.0)
+    got = update(policy, r, adv, sgd, config, generator=seeded(0, "mb"))
+    assert sorted(row["n_scored"] for row in got.rows) == [0, 0, 6] and got.done == 3
 
 
 @pytest.mark.parametrize(
