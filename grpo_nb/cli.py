@@ -28,6 +28,7 @@ from .lab.filter_logs import format_summary, parse_filter_logs
 from .lab.recipe import GRPOConfig, load_config, _read_recipe
 from .files import RunLocked
 from .lab.frames import flat_keys
+from .lab.plots import plot_run
 from .lab.runs import FailedRun, Spec
 from .lab.study import Study
 from .lab.what_if import what_if
@@ -105,7 +106,7 @@ def _wind_up(trainer: GRPO, before: Scores | None) -> None:
     for when, scores in (("before", before), ("after", after)):
         if scores is not None:
             run.event(f"eval_{when}", step=trainer.step_done, **scores.metrics())
-    run.plot().savefig(run.dir / "plots.png", dpi=100)
+    plot_run(run).savefig(run.dir / "plots.png", dpi=100)
     trainer.policy.save_pretrained(run.dir / "policy")
     say(f"Record, plots.png and the trained policy are in {run.dir}")
 

@@ -22,6 +22,16 @@ from .statistics import t_interval
 from .tasks import Task
 from .trainer import GRPO
 
+# %% ../nbs/06_demo.ipynb #6d9a0c5c
+def _plot_sums(study: Study):  # Figure
+    "Right and short answers along samples."
+    figure, axes = make_figure(2, 2, row_height=3.4)
+    for ax, part, label in zip(axes, ("exact_answer", "short"), ("right", "short")):
+        study.plot(metric=f"eval_sampled/{part}", ax=ax)
+        ax.set(ylabel=f"held-out answers that are {label}", ylim=(0, 1))
+    axes[1].get_legend().remove()
+    return figure
+
 # %% ../nbs/06_demo.ipynb #d6de1038
 def _judge_with_fan(
     trainer: GRPO,  # of a run in a study's folder
@@ -67,16 +77,6 @@ def _plot_motion(study: Study, dir: str | Path):  # Figure
         for band in list(ax.collections):  # one that leaves for good would cover all
             band.remove()
         ax.set(ylim=(-0.65, -0.15), ylabel="held-out reward")
-    return figure
-
-# %% ../nbs/06_demo.ipynb #6d9a0c5c
-def _plot_sums(study: Study):  # Figure
-    "Right and short answers along samples."
-    figure, axes = make_figure(2, 2, row_height=3.4)
-    for ax, part, label in zip(axes, ("exact_answer", "short"), ("right", "short")):
-        study.plot(metric=f"eval_sampled/{part}", ax=ax)
-        ax.set(ylabel=f"held-out answers that are {label}", ylim=(0, 1))
-    axes[1].get_legend().remove()
     return figure
 
 # %% ../nbs/06_demo.ipynb #5335601b
