@@ -536,12 +536,8 @@ def _shares(r: GroupedRewards, a_NK: Tensor, names: Sequence[str]) -> dict:
 _SCALE_FREE = ("mo_grpo", "gdpo", "saw", "gd2po")  # a positive factor on a reward changes nothing
 
 
-def _warn_cancelled_scales(
-    mode: str,  # name of the estimator
-    scales: Mapping[str, float],  # factors the user has set on rewards, by what they are called
-    eps: float = 1e-4,  # of the estimator: factors near it do have an effect
-) -> None:
-    "Warn if a reward's scale has no effect under this estimator; 0 and negative factors have one."
+def _warn_cancelled_scales(mode: str, scales: Mapping[str, float], eps: float = 1e-4) -> None:
+    "Warn if a reward's scale has no effect under this estimator; 0, negative factors and those near eps have one."
     odd = {k: v for k, v in scales.items() if v != 1 and v > 100 * eps}
     if mode in _SCALE_FREE and odd:
         warnings.warn(

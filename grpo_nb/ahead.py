@@ -16,11 +16,8 @@ from .processes import place
 from .trainer import GRPO, TrainerConfig
 
 # %% ../nbs/method/05_ahead.ipynb #bc1fcbd8
-def _peek(
-    stream: Any,  # of tasks, with a state
-    n: int,  # how many
-) -> list:  # empty at the end
-    "The next tasks, which stay the next ones."
+def _peek(stream: Any, n: int) -> list:
+    "The next n tasks, which stay the next ones; none at the end."
     state = stream.state_dict()
     try:
         return stream.read(n)
@@ -57,12 +54,8 @@ class _ReadAhead:
         self.engine.forget()
 
 # %% ../nbs/method/05_ahead.ipynb #efbb72e9
-def _check_ahead(
-    config: TrainerConfig,
-    stream: Any,  # of tasks; None: not there yet
-    engine: Any,  # the policy's, or its section of a recipe
-) -> bool:  # whether batches are read ahead
-    "Refuse what does not go with `max_staleness: 1`."
+def _check_ahead(config: TrainerConfig, stream: Any, engine: Any) -> bool:
+    "Whether batches are read ahead; refuse what does not go with it. A stream that is not there yet is None."
     told = engine.get if isinstance(engine, Mapping) else partial(getattr, engine)
     if not told("max_staleness", 0):
         return False

@@ -24,10 +24,7 @@ HOOKS = {  # moment: what a callback is told besides the trainer
 }
 
 # %% ../nbs/method/02_callbacks.ipynb #3e099c28
-def _method_at(
-    callback,
-    moment: str,  # a name in HOOKS
-):
+def _method_at(callback, moment: str):
     "What of a callback is called at a moment: its method of that name; a plain function is called at on_step_end."
     method = getattr(callback, moment, None)
     if method is None and moment == "on_step_end" and callable(callback):

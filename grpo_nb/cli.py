@@ -144,11 +144,8 @@ def _read_block(block: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 # %% ../nbs/07_cli.ipynb #474eca4e
-def _open_block(
-    recipe: str | Path,  # YAML file
-    overrides: Sequence[str] = (),  # of the base, or compare.key=value of the block
-) -> tuple[GRPOConfig, dict]:  # the configuration, and the compare block as it was written
-    "A recipe with its comparison."
+def _open_block(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[GRPOConfig, dict]:
+    "The configuration of a recipe, and its compare block as it was written; overrides `compare.key=value` are of the block."
     from omegaconf import OmegaConf
 
     config = load_config(recipe, [o for o in overrides if not o.startswith("compare.")])
@@ -163,11 +160,9 @@ def _open_block(
 
 # %% ../nbs/07_cli.ipynb #9654a8e8
 def _compare(
-    recipe: str | Path,  # YAML file with a compare block
-    overrides: Sequence[str] = (),  # of the base, or compare.key=value of the block
-    **given,  # dir, workers, threads: instead of the block's; evaluate
-) -> tuple[Study, Path | None]:  # the study, and its report if it is finished
-    "Run the comparison of a recipe, print its table and write its report."
+    recipe: str | Path, overrides: Sequence[str] = (), **given
+) -> tuple[Study, Path | None]:
+    "Run the comparison of a recipe with what is given instead of its block's; print its table, and write its report once it is finished."
     config, block = _open_block(recipe, overrides)
     block = {"dir": "runs/compare", "workers": 1, **_read_block(block)}
     block |= {k: v for k, v in given.items() if v is not None}

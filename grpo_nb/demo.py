@@ -33,9 +33,7 @@ def _plot_sums(study: Study):  # Figure
     return figure
 
 # %% ../nbs/06_demo.ipynb #d6de1038
-def _judge_with_fan(
-    trainer: GRPO,  # of a run in a study's folder
-) -> dict[str, float]:
+def _judge_with_fan(trainer: GRPO) -> dict[str, float]:
     "Held-out scores; the folder of the run keeps sixty paths to (1, 0), and that of the study some from before training."
     run, seed = Path(trainer.config.run.dir), trainer.config.seed
     file = run.parent / "fan.json" if trainer.step_done else run.parents[1] / f"fan-{seed}.json"
@@ -141,12 +139,8 @@ def _table(motion: Study, sums: Study) -> pd.DataFrame:
     return table.reset_index(drop=True)
 
 
-def _demo_report(
-    dir: str | Path,  # with the folders of the acts, motion and sums
-    motion: Study,
-    sums: Study,
-) -> str:  # what is said at the end
-    "Write both pictures and `report.html`."
+def _demo_report(dir: str | Path, motion: Study, sums: Study) -> str:
+    "Write both pictures and `report.html` into the folder of the acts; what is said at the end."
     dir, told, table = Path(dir), _sentences(motion, sums), _table(motion, sums)
     pictures = {"motion": _plot_motion(motion, dir / "motion"), "sums": _plot_sums(sums)}
     sections = {"": [f"<p>{t}</p>" for t in told] + [table.to_html(index=False, border=0)]}

@@ -65,12 +65,8 @@ def _bots_update(
     evidence_N[indices] = own
 
 # %% ../nbs/method/01_difficulty.ipynb #cadfd781
-def _interpolate(
-    weaker: np.ndarray,  # (N,) pass rates of the weaker reference model
-    stronger: np.ndarray,  # (N,) of the stronger one
-    interpolation: float,  # where the policy stands: 0 at the weaker model, 1 at the stronger
-) -> np.ndarray:  # (N,) in [0, 1]
-    "The pass rates of a policy somewhere between two reference models, or a little beyond."
+def _interpolate(weaker: np.ndarray, stronger: np.ndarray, interpolation: float) -> np.ndarray:
+    "(N,) pass rates of a policy between two reference models, or a little beyond: 0 is the weaker one, 1 the stronger."
     weaker, stronger = np.asarray(weaker, np.float64), np.asarray(stronger, np.float64)
     guess = (stronger - weaker) * interpolation
     guess += weaker

@@ -97,10 +97,7 @@ def _installed(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _free_path(
-    path: str | Path,  # wanted
-    taken: Callable[[Path], bool] = Path.exists,  # whether a path is in use
-) -> Path:
+def _free_path(path: str | Path, taken: Callable[[Path], bool] = Path.exists) -> Path:
     "The path, or the first of path-2, path-3, ... that is not taken."
     path = Path(path)
     beside = (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
@@ -388,11 +385,8 @@ def secret_texts(tree) -> list[str]:
     return [a for (_, a), (_, b) in pairs if isinstance(a, str) and a != b and len(a) > 3]
 
 # %% ../nbs/ground/00_files.ipynb #4c35a191
-def _refuse_hidden(
-    tree,  # a configuration that is to be trained with
-    skip: tuple[str, ...] = (),  # starts of keys that are not used
-) -> None:
-    "Nobody trains with the word <hidden>: ask for the options by name."
+def _refuse_hidden(tree, skip: tuple[str, ...] = ()) -> None:
+    "Nobody trains with the word <hidden>: ask for the options by name. Keys that begin with `skip` are not used."
     hidden = [k for k, v in leaves(tree) if isinstance(v, str) and HIDDEN in v]
     if keys := [k for k in hidden if not k.startswith(skip or "\n")]:
         raise ValueError(

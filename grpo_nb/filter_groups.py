@@ -164,11 +164,8 @@ def _metric_column(name: str, column: Any, mask_NS: Tensor) -> Tensor:
     return column.double()
 
 # %% ../nbs/method/01_filter_groups.ipynb #87a2453f
-def _total_reward(
-    rollout: Rollout,  # with rewards
-    weights: Mapping[str, float] | None = None,  # by component; missing ones are 1
-) -> Tensor:  # (N,) or (N, K) float64; NaN where no component applies
-    "Weighted sum of the reward components, without those that do not apply to a sample."
+def _total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -> Tensor:
+    "(N,) or (N, K) float64: weighted sum of the reward components, without those that do not apply; NaN where none does."
     w_R = _component_weights(rollout, weights)
     return weighted_sum(rollout.rewards, w_R, Groups.of(rollout.group_N))
 
@@ -218,9 +215,7 @@ def resolve_metric(
 
 
 def _check_metrics(
-    metrics: Sequence,  # names and functions
-    reward_names: Sequence[str],
-    info: Collection[str] = (),  # names of the further columns of a rollout
+    metrics: Sequence, reward_names: Sequence[str], info: Collection[str] = ()
 ) -> None:
     "Refuse a metric that a rollout with these rewards and columns does not hold."
     one = {"acc"} if len(reward_names) == 1 else set()
@@ -321,11 +316,8 @@ def _metric_values(rollout: Rollout, metrics: Sequence, weights: Mapping | None)
     return torch.cat([_as_columns(resolve_metric(rollout, m, weights)) for m in metrics], 1)
 
 
-def _weighted_components(
-    rollout: Rollout,
-    weights: Mapping[str, float] | None = None,  # by component; missing ones are 1
-) -> Tensor:  # (N, C)
-    "The reward components, and ranks, whose weight is not 0."
+def _weighted_components(rollout: Rollout, weights: Mapping[str, float] | None = None) -> Tensor:
+    "(N, C) reward components, and ranks, whose weight is not 0."
     used = [w != 0 for w in _component_weights(rollout, weights)]
     return _as_columns(rollout.rewards[:, used])
 
@@ -434,12 +426,7 @@ def _filter_rate(filtered: float, total: float) -> float:
     return filtered / (total + 1)
 
 # %% ../nbs/method/01_filter_groups.ipynb #025d4363
-def _next_batch_size(
-    missing: int,  # groups still to be collected
-    filtered: float,  # groups filtered so far (may be discounted)
-    total: float,  # groups generated so far
-    most: int = 1 << 30,  # upper bound
-) -> int:
+def _next_batch_size(missing: int, filtered: float, total: float, most: int = 1 << 30) -> int:
     "Prompts to sample next so that about `missing` groups survive the filter."
     f = _filter_rate(filtered, total)
     wanted = math.ceil(1.1 * missing / (1 - f) - 1e-9)

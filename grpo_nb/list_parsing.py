@@ -316,11 +316,8 @@ class _ParsedLists:
     status_NK: Tensor  # (N, K) int64 index into STATUSES, -1 = the list has no such rank
 
 # %% ../nbs/method/01_list_parsing.ipynb #0314f4b6
-def _stack_lists(
-    lists: Sequence[ParsedList],  # (N) all for the same K
-    width: int | None = None,  # S; None = the longest list
-) -> _ParsedLists:
-    "Stack parsed lists into arrays that are padded with -1."
+def _stack_lists(lists: Sequence[ParsedList], width: int | None = None) -> _ParsedLists:
+    "Stack parsed lists, all for the same K, into arrays that are padded with -1 to the width or the longest."
     width = max(len(x.item_of_token_S) for x in lists) if width is None else width
     item_NS = torch.full((len(lists), width), -1)
     status_NK = torch.full((len(lists), lists[0].num_ranks), -1)
@@ -338,13 +335,8 @@ _COLUMNS = {
 }
 
 
-def _task_column(
-    columns: dict[str, Any],  # keyword columns of the call
-    name: str,  # a key of _COLUMNS
-    num_lists: int,  # N
-    required: bool = True,  # False: an absent column reads as empty for every list
-) -> list:  # (N) one list each, None = does not apply
-    "A column of the tasks by any of its names."
+def _task_column(columns: dict[str, Any], name: str, num_lists: int, required: bool = True) -> list:
+    "A column of the tasks by any of its names: (N) one list each, None where it does not apply."
     found = [columns[c] for c in _COLUMNS[name] if columns.get(c) is not None]
     wrong = [x for x in found if isinstance(x, str) or len(x) != num_lists]
     if wrong or required and not found:

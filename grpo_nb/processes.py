@@ -135,11 +135,8 @@ def _sharded_like(x: Any, like: Any) -> Any:
     return distribute_tensor(x.to(**kind), mesh, like.placements)
 
 
-def _as_held(
-    part: Any,  # a policy or an optimizer; any other part has nothing to cut
-    state: Mapping,  # whole
-) -> Mapping:
-    "The state of a part, weights and moments sharded where that part has them sharded."
+def _as_held(part: Any, state: Mapping) -> Mapping:
+    "The whole state of a part, weights and moments sharded where that part (policy, optimizer) has them sharded."
     if hasattr(part, "param_groups"):
         params = [p for group in part.param_groups for p in group["params"]]
         cut = lambda i, told: {k: _sharded_like(x, params[int(i)]) for k, x in told.items()}

@@ -40,11 +40,9 @@ def exp_inf(rel_NK: np.ndarray) -> np.ndarray:  # (N, K)
 
 # %% ../nbs/method/02_ranking.ipynb #a26c8866
 def _hit_matrix(
-    lists: Sequence[ParsedList],  # (N)
-    relevant: Sequence[Iterable],  # (N) films that would please each user
-    num_ranks: int,  # K
-) -> np.ndarray:  # (N, K) float 0 or 1
-    "Which ranks of N lists hit."
+    lists: Sequence[ParsedList], relevant: Sequence[Iterable], num_ranks: int
+) -> np.ndarray:
+    "(N, K) 0 or 1: which ranks of N lists are films that would please their user."
     hit_NK = np.zeros((len(lists), num_ranks))
     for n, (parsed, films) in enumerate(zip(lists, relevant, strict=True)):
         left = Titles(films)
@@ -223,11 +221,8 @@ def make_safe_reward(
     return _rank_reward("safe", parser, ["relevant", "avoid"], values, missing, worst, penalties)
 
 # %% ../nbs/method/02_ranking.ipynb #a337e7a0
-def _check_layouts(
-    reward_functions: dict[str, Callable],  # by name; those without `layout` are not asked
-    parser: ListParser | None,  # of the policy; None = its tokens have no ranks
-):
-    "Refuse rank rewards that find items by other rules than the policy."
+def _check_layouts(reward_functions: dict[str, Callable], parser: ListParser | None):
+    "Refuse rank rewards that find items by other rules than the policy (None: its tokens have no ranks)."
     for name, f in reward_functions.items():
         layout = getattr(f, "layout", None)
         if isinstance(parser, ListParser) and layout not in (None, parser.layout):

@@ -281,9 +281,7 @@ def _task_fields(task: Any) -> tuple[Any, Mapping]:
     )
 
 # %% ../nbs/method/01_rewards.ipynb #0bcb060a
-def _reward_columns(
-    rollout: Rollout,  # with tasks and outputs
-) -> dict[str, list]:  # N values each
+def _reward_columns(rollout: Rollout) -> dict[str, list]:
     "Everything that reward functions may ask for: prompts, completions, completion_ids, the tasks' columns."
     n = len(rollout)
     if len(rollout.outputs) != n:
@@ -299,9 +297,7 @@ def _reward_columns(
     return out | _task_columns(rollout.tasks)
 
 # %% ../nbs/method/01_rewards.ipynb #a88ab20d
-def _task_columns(
-    tasks: Sequence,  # N tasks
-) -> dict[str, list]:  # N values each
+def _task_columns(tasks: Sequence) -> dict[str, list]:
     "The prompts and the columns of tasks; None where a task lacks one."
     prompts, rows = zip(*map(_task_fields, tasks)) if len(tasks) else ((), ())
     names = dict.fromkeys(k for row in rows for k in row)
@@ -451,12 +447,9 @@ def _attempt(spec: RewardSpec, args: Mapping[str, list], n: int) -> _CallResult:
 
 # %% ../nbs/method/01_rewards.ipynb #64600e0e
 def _evaluate_reward(
-    spec: RewardSpec,  # the function
-    args: Mapping[str, list],  # its columns, one list of n each
-    n: int,  # samples
-    split: bool,  # one sample at a time
-) -> Iterator[_CallResult | None]:  # of the next samples, in order; None = now one at a time
-    "Score n samples and yield results as they come."
+    spec: RewardSpec, args: Mapping[str, list], n: int, split: bool
+) -> Iterator[_CallResult | None]:
+    "Score n samples, perhaps one at a time, and yield results as they come; None = from now on one at a time."
     if not split:
         result = _attempt(spec, args, n)
         if n == 1 or result.outcome not in ("error", "timeout") or spec.whole_batch:

@@ -93,10 +93,7 @@ class PassRateCalculator:
         return rollout, {SELECTOR_METRIC: feedback, **metrics}
 
 # %% ../nbs/method/03_scheduler.ipynb #efd01658
-def _selection_metrics(
-    reward_N: Tensor,  # (N,) NaN where a sample has no reward
-    group_N: Tensor,  # (N,) group of each sample
-) -> dict[str, float]:
+def _selection_metrics(reward_N: Tensor, group_N: Tensor) -> dict[str, float]:
     "How informative the chosen groups were; each group counts with its own size."
     s = group_stats(reward_N, group_N)
     known = s.count > 0
@@ -333,10 +330,8 @@ class _FeaturedTasks:
         return self.tasks.column(name)
 
 # %% ../nbs/method/03_scheduler.ipynb #0090be28
-def _open_entry(
-    entry: Mapping,  # name, path and how to read it; maybe features, the path of more columns
-) -> Any:  # a Taskset
-    "The data of a taskset entry; further keys are settings of a gym's generator, else refused."
+def _open_entry(entry: Mapping) -> Any:
+    "The taskset of an entry: name, path, how to read it, features; further keys are settings of a gym's generator, else refused."
     known = "name path features id prompt rename selector".split()
     for key in () if str(entry.get("path")).startswith("gym:") else entry:
         if key not in known:

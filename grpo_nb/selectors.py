@@ -178,12 +178,9 @@ def get_indices(
 
 # %% ../nbs/method/02_selectors.ipynb #ec75afe6
 def _check_chosen(
-    selector: BaseSelector,  # who chose
-    indices: Any,  # what it returned
-    low: int,  # at least so many
-    high: int | None = None,  # at most so many; None: exactly `low`
-) -> np.ndarray:  # (low..high,) int64
-    "What a selector chose as an array; ValueError with its name if these are not tasks of its taskset."
+    selector: BaseSelector, indices: Any, low: int, high: int | None = None
+) -> np.ndarray:
+    "(low..high,) what a selector chose; ValueError with its name if these are not tasks of its taskset. No `high`: exactly `low`."
     high = low if high is None else high
     try:
         found = np.asarray([] if indices is None else indices)
@@ -333,12 +330,8 @@ def nearest(
     return tasks[np.lexsort((tasks, distance))[:k]]
 
 # %% ../nbs/method/02_selectors.ipynb #5022984e
-def _gumbel_top_k(
-    logits: np.ndarray,  # (N,) log-weights
-    k: int,  # how many
-    rng: np.random.Generator,
-) -> np.ndarray:  # (k,) in order of selection
-    "Sample k without replacement, probability proportional to exp(logits)."
+def _gumbel_top_k(logits: np.ndarray, k: int, rng: np.random.Generator) -> np.ndarray:
+    "Sample k without replacement, probability proportional to exp(logits), in order of selection."
     noisy = np.log(rng.standard_exponential(len(logits)))
     np.subtract(noisy, logits, out=noisy)  # the smallest are the winners
     best = np.argpartition(noisy, k - 1)[:k]

@@ -173,10 +173,8 @@ def _fault(task: Any, needs: Sequence[str], kinds: dict[str, str], checks) -> st
 _SHAPES = {"dict": Mapping, "list": (list, tuple)}
 
 # %% ../nbs/method/02_stream.ipynb #67498fef
-def _fingerprint(
-    tasks: Any,  # a Taskset, or a sequence of tasks
-) -> str | None:  # None: too many to look at
-    "A checksum of the tasks: of their file, else of their prompts and columns."
+def _fingerprint(tasks: Any) -> str | None:
+    "A checksum of the tasks: of their file, else of their prompts and columns; None if they are too many to look at."
     rows = getattr(tasks, "rows", None)
     if path := getattr(rows, "path", None):
         rows.sha256 = getattr(rows, "sha256", None) or sha256(path)[:16]  # as it was opened

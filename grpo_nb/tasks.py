@@ -240,10 +240,8 @@ def data_path(
     raise ValueError(f"No {name or 'data folder'} in {root}. GRPO_NB_DATA names another folder.")
 
 # %% ../nbs/method/01_tasks.ipynb #dbe91668
-def _rows_of(
-    source: Any,  # a path, an Arrow table, a Hugging Face dataset or a list of dicts
-) -> tuple[Any, str]:  # the rows, and what to call them
-    "Choose the row class for a source."
+def _rows_of(source: Any) -> tuple[Any, str]:
+    "The row class for a source (path, Arrow table, Hugging Face dataset, list of dicts), and what to call it."
     if isinstance(source, (str, os.PathLike)):
         path, embedded = Path(source).expanduser(), str(source).startswith("data:")
         if embedded or not (path.exists() or path.is_absolute()):

@@ -161,13 +161,8 @@ class RatioMismatch(ValueError):
     "The log-probs recomputed before the first step differ from the sampled ones."
 
 # %% ../nbs/method/02_update.ipynb #3bcb8a76
-def _max_logp_diff(
-    logp_NS: Tensor,  # (N, S) recomputed
-    old_logp_NS: Tensor,  # (N, S) when sampled
-    mask_NS: Tensor,  # (N, S) steps that count
-    tol: float,  # largest difference allowed, nats
-) -> Tensor:  # (3,) float64: largest difference, steps beyond tol, steps
-    "How far recomputed log-probs are from the sampled ones."
+def _max_logp_diff(logp_NS: Tensor, old_logp_NS: Tensor, mask_NS: Tensor, tol: float) -> Tensor:
+    "(3,) float64: largest difference (nats) of recomputed and sampled log-probs, steps beyond tol, steps."
     diff = (apply_mask(logp_NS.detach(), mask_NS) - apply_mask(old_logp_NS, mask_NS)).abs()
     worst = diff.max() if diff.numel() else diff.new_zeros(())
     return torch.stack([worst.double(), (~(diff <= tol)).sum().double(), mask_NS.sum().double()])
@@ -216,11 +211,8 @@ def micro_batches(
     return list(torch.tensor_split(rows, cuts))
 
 
-def _own_rows(
-    lengths_N: Tensor,  # (N,) steps of each sample
-    rows: Tensor,  # (M,) positions to share out
-) -> Tensor:  # positions that this process runs
-    "The share of this process: neighbours, and about as many steps for everybody."
+def _own_rows(lengths_N: Tensor, rows: Tensor) -> Tensor:
+    "The positions that this process runs: neighbours, and about as many steps for everybody."
     (rank, size), steps = place(), lengths_N[rows]
     middle = steps.cumsum(0) - steps / 2
     owner = (middle * size / steps.sum().clamp(min=1)).long().clamp(max=size - 1)
@@ -234,12 +226,8 @@ def _steps_per_pass(given: int | None, policy: Policy, rollout: Rollout) -> int 
 
 
 @torch.no_grad()
-def _rollout_logp(
-    policy: Policy,  # any policy
-    rollout: Rollout,  # samples
-    budget: int | None = None,  # steps per pass; None: the policy's choice
-) -> Tensor:  # (N, S) without gradients
-    "Log-probs of a whole rollout in passes of at most `budget` steps, siblings together."
+def _rollout_logp(policy: Policy, rollout: Rollout, budget: int | None = None) -> Tensor:
+    "(N, S) log-probs of a whole rollout, without gradients, in passes of at most `budget` steps, siblings together."
     out_NS = torch.zeros_like(rollout.old_logp_NS)
     order = torch.argsort(Groups.of(rollout.group_N).index_N.cpu(), stable=True)
     mine = _own_rows(rollout.lengths_N, order)
@@ -315,11 +303,9 @@ def metrics(self: UpdateReport) -> dict[str, float]:
 
 # %% ../nbs/method/02_update.ipynb #65f06bca
 def _kl_mask_and_skipped(
-    c: UpdateConfig,
-    rollout: Rollout,
-    advantages: Tensor,  # (N,) or (N, S)
-) -> tuple[Tensor, Tensor]:  # (N, S) bool; (N,) bool
-    "Steps that get the KL term; samples that can contribute to no gradient and no statistic."
+    c: UpdateConfig, rollout: Rollout, advantages: Tensor
+) -> tuple[Tensor, Tensor]:
+    "(N, S) steps that get the KL term; (N,) samples that can contribute to no gradient and no statistic."
     n, mask_NS = len(rollout), rollout.mask_NS.bool()
     zero_N = advantages.reshape(n, -1).eq(0).all(1).cpu() if n else torch.zeros(0).bool()
     groups = Groups.of(rollout.group_N.cpu())

@@ -37,9 +37,7 @@ def _components(data: Any, keys: Sequence[str]) -> Tensor:  # (N, R)
     return torch.from_numpy(np.stack([np.asarray(columns[k], np.float64) for k in keys], 1))
 
 # %% ../../nbs/integrations/05_verl.ipynb #23881ae3
-def _make_estimator(
-    mode: str,  # a name in ADVANTAGES
-) -> Callable:  # as verl calls it
+def _make_estimator(mode: str) -> Callable:
     "An estimator in verl's form: token-level advantages, and the same as returns."
 
     def estimator(
@@ -86,9 +84,7 @@ def _loss_config(name: str, actor: Any) -> LossConfig:
     )
 
 # %% ../../nbs/integrations/05_verl.ipynb #a68654ba
-def _make_loss(
-    name: str,  # a name in POLICY_LOSSES
-) -> Callable:  # as verl calls it
+def _make_loss(name: str) -> Callable:
     "A policy loss in verl's form: a scalar and metrics."
 
     def loss(

@@ -74,10 +74,7 @@ class Steps(Budget):
 BUDGETS = {kind.unit: kind for kind in (Samples, Tokens, Seconds, CpuSeconds, Steps)}
 
 # %% ../../nbs/lab/03_budgets.ipynb #196a5169
-def _to_budget(
-    value: Budget | Mapping[str, float] | None,  # or {"samples": n}
-    name: str = "budget",  # for the message
-) -> Budget | None:
+def _to_budget(value: Budget | Mapping[str, float] | None, name: str = "budget") -> Budget | None:
     "A budget from its written form."
     if value is None or isinstance(value, Budget):
         return value

@@ -208,10 +208,8 @@ def _runs_so_far(jobs: Sequence[Job]) -> list[dict]:
     return found
 
 # %% ../../nbs/lab/08_compare.ipynb #ee1a7360
-def _run_missing(
-    jobs: Sequence[Job], report: _Reporter, executor: Executor | None
-) -> list[dict]:  # results in the order of the jobs
-    "Carry out the jobs that have no result yet."
+def _run_missing(jobs: Sequence[Job], report: _Reporter, executor: Executor | None) -> list[dict]:
+    "Carry out the jobs that have no result yet; results in the order of the jobs."
     done = {j.key: r for j in jobs if (r := finished(j))}
     for r in done.values():
         _check_metric(report.spec.metric, r["curve"])

@@ -21,11 +21,9 @@ from .record import Run
 
 # %% ../../nbs/lab/02_log_importers.ipynb #27963f79
 def _import_rows(
-    rows: Iterable[Mapping],  # rows of another trainer, nested or flat
-    names: Mapping[str, str],  # their name -> ours
-    step: Sequence[str] = ("step",),  # names of the step, the first that is there
-) -> list[dict]:  # one flat row per step
-    "Rows with our names; of a step that was run again after a resume, the last values."
+    rows: Iterable[Mapping], names: Mapping[str, str], step: Sequence[str] = ("step",)
+) -> list[dict]:
+    "Rows with our names, one per step (the first of its names that is there); of a step that was run again after a resume, the last values."
     steps = {}
     for row in rows:
         flat = flat_keys(row, "/")

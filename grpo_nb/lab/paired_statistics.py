@@ -13,10 +13,7 @@ import numpy as np
 from ..statistics import t_interval
 
 # %% ../../nbs/lab/03_paired_statistics.ipynb #379d2788
-def _joint_level(
-    level: float,  # that all intervals hold, such as 0.95
-    arms: int,  # variants compared with one baseline
-) -> float:
+def _joint_level(level: float, arms: int) -> float:
     "The level of each of several intervals that hold together (Šidák)."
     return level ** (1 / max(arms, 1))
 

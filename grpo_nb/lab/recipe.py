@@ -170,11 +170,8 @@ def load_config(
 _RESOLVER = re.compile(r"(?<!\\)(\\\\)*\$\{[^}]*(\$\{.*)?:", re.DOTALL)
 
 
-def _read_recipe(
-    recipe: str | Path | None,  # YAML file, or a stream
-    overrides: Sequence[str] = (),  # "key.sub=value"
-) -> dict[str, Any]:
-    "The plain tree of a recipe with its overrides."
+def _read_recipe(recipe: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    "The plain tree of a recipe, a YAML file or a stream, with its overrides."
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError

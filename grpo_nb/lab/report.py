@@ -255,10 +255,8 @@ _AXES = {
 }
 
 # %% ../../nbs/lab/05_report.ipynb #e3bbeec2
-def _common_curve(
-    runs: Sequence[tuple],  # (x, y) of each run, x rising
-) -> tuple[np.ndarray, np.ndarray]:  # x (at most 200 points,), y (runs, points)
-    "Runs interpolated on the range that all of them cover."
+def _common_curve(runs: Sequence[tuple]) -> tuple[np.ndarray, np.ndarray]:
+    "Runs (x, y) interpolated at the at most 200 points that all of them cover."
     low, high = max(x[0] for x, _ in runs), min(x[-1] for x, _ in runs)
     at = np.unique(np.concatenate([x for x, _ in runs]))
     at = at[(at >= low) & (at <= high)]
@@ -396,11 +394,8 @@ def _yaml(tree) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 # %% ../../nbs/lab/05_report.ipynb #ca4aca3f
-def _embed(
-    figure,
-    about: str,  # for those who do not see it
-) -> str:  # HTML
-    "A figure as part of a page."
+def _embed(figure, about: str) -> str:
+    "A figure as part of a page, with words for those who do not see it."
     from markupsafe import escape
 
     code = base64.b64encode(figure.png(dpi=150)).decode()
@@ -408,12 +403,9 @@ def _embed(
 
 
 def _write_page(
-    path: str | Path,  # an HTML file
-    title: str,
-    lead: str,
-    sections: Mapping[str, Sequence[str]],  # heading -> HTML; empty ones are left out
+    path: str | Path, title: str, lead: str, sections: Mapping[str, Sequence[str]]
 ) -> Path:
-    "A page on which nothing is loaded from elsewhere."
+    "A page on which nothing is loaded from elsewhere; sections of HTML by heading, without the empty ones."
     from jinja2 import Environment
     from markupsafe import Markup
 

@@ -45,12 +45,8 @@ class _UnknownMetric(ValueError):
     "No run has it; this ends a study."
 
 
-def _check_metric(
-    metric: str,
-    names: Iterable[str],  # what runs have recorded
-    where: str = "metric",  # for the message
-) -> None:
-    "Refuse a metric that no run has."
+def _check_metric(metric: str, names: Iterable[str], where: str = "metric") -> None:
+    "Refuse a metric that no run has recorded."
     if not {metric, metric.removeprefix(MEAN)} & set(names):
         raise _UnknownMetric(unknown_name(where, metric, set(names) - {"step", *COUNTERS}))
 

@@ -21,12 +21,8 @@ from ..core import Rollout, check_finite
 from .samplers import Sampler, per_row, _wide_dtype
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #1fddf597
-def _over_dims(
-    x: Tensor,  # (B, ...) one value per number of a step
-    valid: Tensor | None,  # (B, ...) bool, broadcastable: numbers that count; None: all
-    reduce: str = "sum",  # "mean", or a sum
-) -> Tensor:  # (B,) float64
-    "Sum or mean over the numbers of each step."
+def _over_dims(x: Tensor, valid: Tensor | None, reduce: str = "sum") -> Tensor:
+    "(B,) float64: sum or mean over the valid numbers of each step."
     dims = tuple(range(1, x.ndim))
     x = x if valid is None else torch.where(valid, x, 0.0)
     total = x.sum(dims, dtype=_wide_dtype(x.device))
@@ -36,13 +32,9 @@ def _over_dims(
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #78bd70ae
 def _gaussian_logp(
-    y: Tensor,  # (B, ...) the stored next state
-    mean: Tensor,  # (B, ...) mean of the step
-    std: Tensor,  # (B,) its standard deviation, > 0
-    valid: Tensor | None = None,  # (B, ...) bool: numbers that count
-    reduce: str = "sum",  # over them: "mean", else a sum
-) -> Tensor:  # (B,) float64, nats
-    "Log-density of each step, summed over its numbers, or per number."
+    y: Tensor, mean: Tensor, std: Tensor, valid: Tensor | None = None, reduce: str = "sum"
+) -> Tensor:
+    "(B,) float64 log-density (nats) of each step, summed over its valid numbers, or their mean."
     z = (y - mean) / per_row(std, mean)
     constant = per_row(std.log() + 0.5 * math.log(2 * math.pi), mean)
     return _over_dims(-0.5 * z * z - constant, valid, reduce)
@@ -188,11 +180,8 @@ def _denoise(
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #3036a395
 @patch
-def _conditions(
-    self: DiffusionPolicy,
-    tasks: list,  # P tasks
-) -> Tensor | None:  # (P, ...)
-    "The condition of each task, from its column or by the policy's function."
+def _conditions(self: DiffusionPolicy, tasks: list) -> Tensor | None:
+    "The condition (P, ...) of each task, from its column or by the policy's function."
     if self.condition is None:
         return None
     if callable(self.condition):

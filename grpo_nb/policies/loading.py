@@ -236,12 +236,8 @@ def _with_vocabulary(tokenizer):
     return tokenizer
 
 
-def _warn_of_unseen(
-    tokenizer,
-    texts: list[str],
-    seen: set[str],  # what was looked at before
-) -> set[str]:  # those that are new
-    "Characters for which the tokenizer has no token are told once; of one that knows whole words, words."
+def _warn_of_unseen(tokenizer, texts: list[str], seen: set[str]) -> set[str]:
+    "Characters for which the tokenizer has no token are told once and returned; of one that knows whole words, words."
     text = " ".join(texts)
     for mark in {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}:
         text = text.replace(mark, "")
@@ -426,10 +422,7 @@ def _check_merged(model: nn.Module, plain: nn.Module):
         )
 
 # %% ../../nbs/method/02_policies.loading.ipynb #1e86b55a
-def _write_adapter(
-    model: nn.Module,  # with adapters
-    path: str | Path,  # a folder, made if missing
-):
+def _write_adapter(model: nn.Module, path: str | Path):
     "Write what LoRA trained, and nothing else, in peft's format."
     if not _has_adapters(model):
         raise ValueError("This policy has no adapter: use save_pretrained, or train with lora={}.")
@@ -450,13 +443,8 @@ def _write_adapter(
     save_file(weights, Path(path, "adapter_model.safetensors"), metadata={"format": "pt"})
 
 # %% ../../nbs/method/02_policies.loading.ipynb #c30bcc94
-def _upload(
-    write: Callable[[str], object],  # writes what is uploaded into a folder
-    repo: str,  # "owner/name", made if missing
-    private: bool = True,
-    **kwargs,  # of huggingface_hub's upload_folder, such as commit_message and token
-) -> str:  # address of the commit
-    "Upload a folder to the hub; a ValueError where it is switched off, cannot be reached or refuses."
+def _upload(write: Callable[[str], object], repo: str, private: bool = True, **kwargs) -> str:
+    "Upload to the hub what `write` puts into a folder; the commit's address, a ValueError where it is off, out of reach or refuses."
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
