@@ -3,11 +3,9 @@
 import contextlib
 import warnings
 
-import nbformat
 import numpy as np
 import pandas as pd
 import pytest
-from nbclient import NotebookClient
 
 from grpo_nb.config import build_config
 from grpo_nb.lab import plots
@@ -122,6 +120,9 @@ CELLS = [
 
 
 def test_a_notebook_shows_every_picture_once(tmp_path):
+    import nbformat  # takes a second, which the other files need not wait for
+    from nbclient import NotebookClient
+
     cells = [nbformat.v4.new_code_cell(c) for c in CELLS]
     nb = NotebookClient(nbformat.v4.new_notebook(cells=cells), kernel_name="python3").execute()
     pictures = ["image/png" in o.get("data", ()) for c in nb.cells for o in c.outputs]
