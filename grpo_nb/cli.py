@@ -234,16 +234,6 @@ def _yaml_value(value) -> str:
     text = yaml.safe_dump(shown, default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("...\n").strip()
 
-# %% ../nbs/07_cli.ipynb #3c1376a7
-def _what_if(
-    run: str | Path, advantage: str = "grpo,gdpo", filter_groups: str | None = None
-) -> str:
-    "The tables of `what_if` as text."
-    found = what_if(run, advantage.split(","), filter_groups)
-    tables = (t.to_string(float_format="{:.3f}".format) for t in (found.table(), found.filtering()))
-    said = "These are the samples this run drew: with another estimator or filter the policy would have gone elsewhere."
-    return "\n\n".join([*tables, said])
-
 # %% ../nbs/07_cli.ipynb #f93da3aa
 class _Parser(argparse.ArgumentParser):
     "Mistakes as one line."
@@ -330,7 +320,12 @@ def _run_command(a: argparse.Namespace) -> int:
         with contextlib.closing(trainer.rewards):
             say(_score_table({f"step {trainer.step_done}": trainer.evaluate()}))
     elif a.command == "what-if":
-        print(_what_if(a.run, a.advantage, a.filter))
+        found = what_if(a.run, a.advantage.split(","), a.filter)
+        for table in (found.table(), found.filtering()):
+            print(table.to_string(float_format="{:.3f}".format), end="\n\n")
+        print(
+            "These are the samples this run drew: with another estimator or filter the policy would have gone elsewhere."
+        )
     elif a.command == "parse-log":
         summary = parse_filter_logs(Path(a.log))[1]
         if summary["message"]:

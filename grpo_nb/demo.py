@@ -44,24 +44,18 @@ def _judge_with_fan(trainer: GRPO) -> dict[str, float]:
     return trainer.evaluate().metrics()
 
 # %% ../nbs/06_demo.ipynb #79f826fc
-def _fans(study: Study, dir: str | Path) -> dict[str, list]:
-    "The fans of the first seed, before training and of every variant."
-    seed, dir = study.spec["seeds"][0], Path(dir)
-    files = {"before": dir / f"fan-{seed}.json"}
+def _plot_motion(study: Study, dir: str | Path):  # Figure
+    "The fan of every arm and of the start, by the first seed, and the reward along paths and along seconds."
+    seed = study.spec["seeds"][0]
+    files = {"before": Path(dir, f"fan-{seed}.json")}
     for r in study.reported:
         if r["seed"] == seed:
-            files[r["variant"]] = next(dir.glob(f"*-{r['key']}")) / "fan.json"
-    return {name: json.loads(file.read_text()) for name, file in files.items()}
-
-
-def _plot_motion(study: Study, dir: str | Path):  # Figure
-    "The fan of every arm, and the reward along paths and along seconds."
-    fans = _fans(study, dir)
-    columns = len(fans)
+            files[r["variant"]] = next(Path(dir).glob(f"*-{r['key']}")) / "fan.json"
+    columns = len(files)
     figure, axes = make_figure(3 * columns, columns, row_height=1.6)
     grid = axes[0].get_gridspec()
-    for ax, (name, fan), color in zip(axes, fans.items(), ("0.45", *COLORS)):
-        for path in fan:
+    for ax, (name, file), color in zip(axes, files.items(), ("0.45", *COLORS)):
+        for path in json.loads(file.read_text()):
             ax.plot(*zip(*path), color=color, lw=0.7, alpha=0.45)
         ax.plot(1, 0, "o", color="k", ms=4)
         ax.set(xlim=(-0.4, 1.5), ylim=(-0.8, 1.1), aspect="equal", xticks=[], yticks=[])

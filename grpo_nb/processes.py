@@ -223,14 +223,13 @@ def _first_to_tell() -> bool:
 # %% ../nbs/ground/00_processes.ipynb #f3efa239
 def end_with_parent(
     parent: int | None = None,  # its process number, as the parent gave it; None: whoever it is now
-    every: float = 0.5,  # seconds between two looks
 ) -> None:
     "End this process soon after the one that started it, however that one ended."
     parent = os.getppid() if parent is None else parent
 
     def watch():
         while os.getppid() == parent:
-            time.sleep(every)
+            time.sleep(0.5)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -171,7 +171,7 @@ _RESOLVER = re.compile(r"(?<!\\)(\\\\)*\$\{[^}]*(\$\{.*)?:", re.DOTALL)
 
 
 def _read_recipe(recipe: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    "The plain tree of a recipe, a YAML file or a stream, with its overrides."
+    "The plain tree of a recipe with its overrides."
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -179,14 +179,12 @@ def _read_recipe(recipe: str | Path | None, overrides: Sequence[str] = ()) -> di
     for o in overrides:
         if "=" not in o:
             raise ValueError(f"Overrides are a list of key.sub=value, got {o!r} in {overrides!r}.")
-    named = isinstance(recipe, (str, Path))  # else a stream, which holds what was read
     try:
-        shipped = named and str(recipe).startswith("data:")
-        source = data_path(str(recipe)[5:]) if shipped else recipe
+        source = data_path(str(recipe)[5:]) if str(recipe).startswith("data:") else recipe
         tree = OmegaConf.create() if recipe is None else OmegaConf.load(source)
         if not OmegaConf.is_dict(tree):
             raise ValueError(f"{recipe} must be a mapping of keys to values, not a list.")
-        if named and not set(tree) - {"compare"}:
+        if recipe is not None and not set(tree) - {"compare"}:
             has = "has only a compare block" if "compare" in tree else "sets no key"
             raise ValueError(
                 f"The recipe {recipe} {has}, so there is nothing of it to train. Start from a shipped one, such as "

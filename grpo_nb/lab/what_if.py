@@ -106,12 +106,6 @@ def _without_repeats(frame):
     return frame[frame["step"].isin(fresh)].reset_index(drop=True)
 
 # %% ../../nbs/lab/03_what_if.ipynb #f75b00be
-def _advantage_section(source: Any) -> dict[str, Any]:
-    "How the run weighed its rewards; of samples alone nothing is known."
-    run = Run(source) if isinstance(source, (str, Path)) and _is_run(source) else source
-    return dict(run.config.get("advantage") or {}) if isinstance(run, Run) else {}
-
-
 @dataclass
 class WhatIf:
     "Advantages of stored samples under several estimators, and what a filter would have done."
@@ -134,8 +128,11 @@ def what_if(
     filter_groups: str | None = None,  # component that must vary; None: the sum
 ) -> WhatIf:
     "Recompute advantages and filtering from the stored samples of a run, without a model."
-    frame, arms, own = _read_samples(run), advantage, _advantage_section(run)
+    frame, arms, own = _read_samples(run), advantage, {}
     names = frame.attrs["components"]
+    run = Run(run) if isinstance(run, (str, Path)) and _is_run(run) else run
+    if isinstance(run, Run):  # how it weighed its rewards; of samples alone nothing is known
+        own = dict(run.config.get("advantage") or {})
     if not isinstance(arms, Mapping):
         modes = [advantage] if isinstance(advantage, str) else advantage
         arms = {mode: own | {"mode": mode, "options": {}} for mode in modes}
