@@ -211,8 +211,6 @@ def test_a_function_is_an_estimator_and_a_rule():
         (lambda x, ids, beta: x, None, "estimator '<lambda>' .*missing a required .*: 'beta'"),
         (lambda x, ids: x, None, r"one number per sample, \(\d+,\); got \(\d+, 1\)"),
         (lambda x, ids: x[:, 0] / 0, None, "estimator '<lambda>' returned (inf|nan)"),
-        (None, lambda r: 1, "filter rule '<lambda>' is called with"),
-        (None, lambda r, c: (1, 2), r"filter rule '<lambda>' must .* one bool per group, \(6,\)"),
         (None, lambda r, c: [math.nan] * 6, "one bool per group"),
     ],
 )

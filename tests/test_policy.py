@@ -295,7 +295,6 @@ U, A, S = ({"role": r, "content": c} for r, c in (("user", "1+"), ("assistant", 
         ([U, A], None, "<bos>u1+<bos>a<think>"),  # continued, not closed
         ([U, A, U], "9", "<bos>s9<bos>u1+<bos>a<think><eos><bos>u1+a"),
         ([U, A | {"content": ""}], None, "<bos>u1+a"),
-        ([S, S, U], None, "two system messages"),
         ("<bos>u1+a", None, "holds '<bos>', which the chat template adds"),
         ([U | {"content": "1<bos>"}], None, "holds '<bos>', which the chat template adds"),
         (U, None, "or a list of messages"),

@@ -146,7 +146,6 @@ BOTS = {"selector_type": "difficulty_based", "feature_keys": ["a", "b"]}
 @pytest.mark.parametrize(
     "data, config, message",
     [
-        ({"x": []}, None, "data source is empty"),
         (FEATURES, "grpo_nb.selectors.BaseSelector", "Unknown selector"),  # nothing is imported by name
         (FEATURES, {**BOTS, "feature_keys": ["a", "far"]}, "must lie in"),
         (FEATURES, {**BOTS, "kwargs": {"target_reward": 2}}, "target_reward must be >= 0 and <= 1"),

@@ -51,7 +51,6 @@ def test_a_taskset_is_the_same_after_a_copy_and_behind_a_shuffled_hub(write):
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"", "no rows (0 bytes)"),
         (b"\xef\xbb\xbf", "no rows"),
         (BYTES + b"\n\nnull\n", "line 6: a row must be a JSON object"),
         (
