@@ -223,7 +223,9 @@ def _accepted_answers(wanted: Any, column: str, finder: _AnswerFinder) -> list[s
             raise ValueError(
                 f"Column {column!r} must hold text, a number or a list of those, got {_shown(x)}."
             )
-        texts = [x] if isinstance(x, str) else _number_texts(x)
+        # a solution as in GSM8K, whatever the rule
+        marked = re.findall(r"(?:^|\n)#### *(\S[^\n]*)\s*$", x) if isinstance(x, str) else ()
+        texts = [x, *marked] if isinstance(x, str) else _number_texts(x)
         out += [_bare(finder.reference(t)) for t in texts]
         if not out[-1]:
             raise ValueError(f"Column {column!r} holds no answer in {_shown(x)}.")
@@ -273,9 +275,9 @@ def _is_prose(text: str) -> bool:
     plain = re.sub(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+(?:_\w)?", "|", plain)
     number = r"(?:[0-9.]+|\|[0-9]{2}|\|\{[0-9]+\}\{[0-9]+\})"  # or a fraction
     factor = rf"[(\[] ?{number} ?\|?[)\]]"  # 2(3), (2)(3), (2)3
-    factors = rf"(?:(?<![_^.0-9])[0-9.]+|(?<![|\w]){factor}) ?\|?{factor}|(?<![|\w]){factor} ?[0-9]"
+    factors = rf"(?:(?<![_^.0-9])[0-9.]+|(?<![|\w]){factor}) ?\|?{factor}(?! ?\^)|(?<![|\w]){factor} ?[0-9]"
     odd = r"[A-Za-z]{3,}|[0-9]\s+[0-9]|[0-9)}]\s*_|\b0[xXbBoO][0-9]|[0-9][eE][0-9]|(?<!\\)\$|\\[(\[]|['\"]"
-    odd_in_latex = r"\\(?:[lc]?dots|approx|equiv|sim|prime|phantom)(?![A-Za-z])|^~|~~"
+    odd_in_latex = r"\\(?:[lc]?dots|approx|equiv|sim|prime|phantom|gcd)(?![A-Za-z])|^~|~~"
     lines = "\\\\" in text and "\\begin" not in text
     return lines or bool(re.search(f"{odd}|{factors}", plain) or re.search(odd_in_latex, text))
 
@@ -433,14 +435,17 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     from sympy import FiniteSet, Rational
 
     (found, unit), (reference, wanted) = _without_unit(found), _without_unit(reference)
-    if len({unit, wanted} - {""}) == 2 or _other_shape(found, reference):
-        return False
     pair = _quantity(found), _quantity(reference)
+    units = {unit, wanted, *(q[1] for q in pair if q)} - {""}  # cm behind 5, $ before it
+    if len(units) > 1 or _other_shape(found, reference):
+        return False
     same = _unspaced(found) == _unspaced(reference)
     if same or None not in pair:
         return same or _same_quantity(*pair)
-    if any(re.search(r"(?<!\\):[^:=]*(?<!\\):", text) for text in (found, reference)):
-        return False  # 1:2:3 is no 1/6
+    if any(
+        re.search(r"(?<!\\):([^:=]*(?<!\\):| ?[0-5][0-9]$)", text) for text in (found, reference)
+    ):
+        return False  # 1:2:3 is no 1/6, and 2:30 no 1:15
     plain = lambda at: Rational(pair[at][0]) if pair[at] else None  # 1 2/3, 2e3
     gold, guess = plain(1), plain(0)
     if gold is None and _is_prose(reference):

@@ -322,6 +322,7 @@ PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}
 BEGUN = "{% for m in messages %}{{ m.content[0].text or m.content[:1] }}{% endfor %}a"
 USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}a"
 LAST = "{{ messages[-1].content }}a"
+QWEN3 = "{{ messages[-1].content if messages[-1].content is string }}a"
 ONE = {"type": "text", "text": "1"}
 FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
@@ -343,6 +344,7 @@ FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}
         (LAST, [U | {"content": ""}, U], "1+a"),
         (LAST, [U], "1+a"),
         (LAST, [U | {"content": [ONE, {"text": "+"}]}], "1+a"),  # it would print them as Python
+        (QWEN3, [U | {"content": [ONE, {"text": "+"}]}], "1+a"),  # it would drop them
         (TEMPLATE, [U, A | {"content": [ONE]}], "<bos>u1+<bos>a1"),
         (LAST, [U | {"content": [ONE, {"type": "image"}]}], "it takes text alone"),
         (FIRST + TEMPLATE, [S, U], "<bos>s8<bos>u1+a"),

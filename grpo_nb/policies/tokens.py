@@ -402,7 +402,9 @@ def _rendered(self: TokenPolicy, messages: list[dict], **end) -> str:
     several = [m for m in messages if m["content"] and isinstance(m["content"], (list, tuple))]
     try:
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, **end)
-        if not [m for m in several if str(m["content"])[:12] in text]:  # printed as Python
+        told = [p for m in several for p in map(_text, m["content"]) if isinstance(p, str)]
+        printed = [m for m in several if str(m["content"])[:12] in text]  # as Python
+        if not printed and all(p.strip() in text for p in told):
             return text
         error, about = None, "it takes text alone"
     except Exception as e:  # templates raise jinja's errors, and whatever their filters raise
