@@ -270,13 +270,13 @@ _ONE_OF_SEVERAL = re.compile(r"(?:\$|\\\)|\\\])\s*(?:[,;]?\s*(?:and|or)|[,;])\s*
 
 
 def _is_prose(text: str) -> bool:
-    "What a parser of LaTeX would multiply, add or drop: words, primes, dots, numbers side by side, bases, lines, several formulas."
+    "What a parser of LaTeX would multiply, add or drop: words, primes, dots, numbers side by side, x2, bases, lines, several formulas."
     plain = re.sub(r"\\(?:q?quad(?![A-Za-z])|[,;:! ])", " ", text)
     plain = re.sub(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+(?:_\w)?", "|", plain)
     number = r"(?:[0-9.]+|\|[0-9]{2}|\|\{[0-9]+\}\{[0-9]+\})"  # or a fraction
     factor = rf"[(\[] ?{number} ?\|?[)\]]"  # 2(3), (2)(3), (2)3
     factors = rf"(?:(?<![_^.0-9])[0-9.]+|(?<![|\w]){factor}) ?\|?{factor}(?! ?\^)|(?<![|\w]){factor} ?[0-9]"
-    odd = r"[A-Za-z]{3,}|[0-9]\s+[0-9]|[0-9)}]\s*_|\b0[xXbBoO][0-9]|[0-9][eE][0-9]|(?<!\\)\$|\\[(\[]|['\"]"
+    odd = r"[A-Za-z]{3,}|[0-9]\s+[0-9]|[0-9)}]\s*_|(?<!\|)(?<!\| )[A-Za-z][0-9]|\.[0-9]*\.|(?<!\\)\$|\\[(\[]|['\"]"
     odd_in_latex = r"\\(?:[lc]?dots|approx|equiv|sim|prime|phantom|gcd)(?![A-Za-z])|^~|~~"
     lines = "\\\\" in text and "\\begin" not in text
     return lines or bool(re.search(f"{odd}|{factors}", plain) or re.search(odd_in_latex, text))

@@ -267,7 +267,10 @@ def test_an_adapter_folder_is_trained_on(tokenizer, tmp_path):
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     wrapped.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    assert len(TokenPolicy.from_pretrained(tmp_path).parameters()) == 8
+    p = TokenPolicy.from_pretrained(tmp_path)
+    assert len(p.parameters()) == 8
+    p.save_pretrained(tmp_path / "merged")
+    assert len(TokenPolicy.from_pretrained(tmp_path / "merged").parameters()) == 38
 
 
 TEMPLATE = "{% for m in messages %}<bos>{{m.role[0]}}{{m.content}}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}a{% endif %}"

@@ -370,6 +370,8 @@ def merge_lora(
         raise ValueError(f"{e} {_KEEP}") from None
     vars(plain).pop("peft_config", None)
     plain._hf_peft_config_loaded = False
+    if "base_model" in str(getattr(plain, "_weight_conversions", "")):
+        plain._weight_conversions = None  # names as in an adapter's file, which it was read from
     _check_merged(model, plain)
     return plain
 
