@@ -20,6 +20,7 @@ help: ## what there is
 # pip is renewed: version 23 resolves for minutes. torch goes first: with no torch installed, another package would
 # choose the build.
 $(STAMP): constraints.txt settings.ini setup.py
+	@$(PYTHON) -c "import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or sys.exit('Python 3.11 or newer is needed, $(PYTHON) is ' + v + '. Name another: make PYTHON=python3.12 ...')"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25'
 	$(BIN)/python -m pip install -q --disable-pip-version-check `grep '^torch==' constraints.txt`
