@@ -7,6 +7,7 @@ __all__ = ['OptimizerConfig', 'learning_rate', 'make_optimizer']
 
 # %% ../nbs/method/01_optimizer.ipynb #0399994c
 import math
+import warnings
 from typing import Literal
 
 import torch
@@ -53,6 +54,12 @@ def make_optimizer(
     if not any(p.requires_grad for p in params):
         raise ValueError(
             "The policy has no trainable parameter: all are frozen (requires_grad is False). Unfreeze some, or give policy.lora."
+        )
+    if low := [p.dtype for p in params if p.requires_grad and p.element_size() < 4]:
+        warnings.warn(
+            f"Weights in {low[0]} lose most updates of lr={config.lr:g} to rounding: load them in torch.float32, and "
+            "compute in bfloat16 with policy.autocast.",
+            stacklevel=2,
         )
     fused = all(p.device.type in ("cpu", "cuda") for p in params)
     return torch.optim.AdamW(

@@ -172,13 +172,16 @@ def _read_signature(function: Callable, name: str, form: str | None) -> dict[str
     parameters = _parameters(function, name)
     named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
     words = {p.name for p in named}
-    if form is None and ("completions" in words) == ("completion" in words):
+    one, batch = "completion" in words, "completions" in words
+    if not one and not batch:  # TRL's get_soft_overlong_punishment, or **columns alone
+        batch = not named or bool(words & {"completion_ids", "prompts"})
+    if form is None and one == batch:
         raise ValueError(
             f"Reward {name!r} takes ({', '.join(sorted(words))}): name one parameter `completions` (a batch) or "
             "`completion` (one sample), or declare it with @reward_function(form=...). A factory of rewards has to be "
             "called first."
         )
-    form = form or ("batch" if "completions" in words else "single")
+    form = form or ("batch" if batch else "single")
     plural = {} if form == "batch" else {v: k for k, v in _SINGULAR.items()}
     keys = [plural.get(p.name, p.name) for p in named]
     accepts = tuple(keys) if len(named) == len(parameters) else None

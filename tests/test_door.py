@@ -166,6 +166,12 @@ def test_estimators_say_which_of_the_general_options_they_do_not_have(policy):
         GRPO(policy, ROWS, RIGHT, config)  # the trainers of a study: told once
 
 
+def test_weights_in_half_precision_are_told():
+    model = TokenPolicy.from_pretrained(data_path("tiny-llama"), dtype="bfloat16")
+    with pytest.warns(UserWarning, match="Weights in torch.bfloat16 lose most updates of lr=0.001"):
+        GRPO(model, ROWS, RIGHT, SMALL | {"optimizer.lr": 1e-3})
+
+
 def parts_of_one_s_own(tmp_path):
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in ROWS))
