@@ -599,9 +599,7 @@ def weights_by_name(
         for odd in set(weights) - set(names):
             raise ValueError(unknown_name("reward", odd, names))
         if lost := [k for k in names if k not in weights]:
-            raise ValueError(
-                f"No weight for {lost}: advantage.weights has one for each of {list(names)}."
-            )
+            raise ValueError(f"advantage.weights lacks {lost}: give one for each of {list(names)}.")
         weights = [weights[k] for k in names]
     return _weight_list(weights, len(names))
 
@@ -620,9 +618,7 @@ def compute_advantages(
     x, flat = _rewards_NRK(rewards)
     names = [f"r{k}" for k in range(x.shape[1])] if reward_names is None else list(reward_names)
     if len(set(names)) < len(names) or len(names) != x.shape[1]:
-        raise ValueError(
-            f"{x.shape[1]} reward components need as many names that differ, got {names}."
-        )
+        raise ValueError(f"{x.shape[1]} reward components need names that differ, got {names}.")
     _check_keys(c, names)
     x = _scaled_and_gated(x, names, c)
     x = x[:, :, 0] if flat else x

@@ -325,9 +325,7 @@ def add(
     if self.status != "open":
         raise ValueError(f"No batch is due, the step is {self.status}: call take() or begin().")
     if not len(rollout):
-        raise ValueError(
-            "An empty generation batch. Return None from generate at the end of the data."
-        )
+        raise ValueError("An empty generation batch: generate returns None at the end of the data.")
     version_N = torch.full_like(rollout.group_N, self.policy_version)
     rollout = rollout.replace(info={"policy_version": version_N} | rollout.info)
     decision = self._decide(rollout)

@@ -85,9 +85,7 @@ def _integer_ids(ids: Tensor | np.ndarray | Sequence) -> Tensor:  # (N,) int64
     unfit = kinds & {type(None), bool, float, complex, Tensor} or not isinstance(ids[0], Hashable)
     if len(kinds) > 1 or unfit:
         names = ", ".join(sorted(k.__name__ for k in kinds))
-        raise ValueError(
-            f"Group ids must be integers or strings, of one kind, one id per sample; got {names}."
-        )
+        raise ValueError(f"Group ids are integers or strings, all of one kind; got {names}.")
     number = {key: i for i, key in enumerate(dict.fromkeys(ids))}
     return torch.from_numpy(np.fromiter(map(number.get, ids), np.int64, len(ids)))
 
@@ -118,9 +116,7 @@ def group_stats(
     x = torch.as_tensor(x).detach()
     groups = Groups.of(groups).to(x.device)
     if len(x) != len(groups):
-        raise ValueError(
-            f"{len(x)} values for {len(groups)} group ids: both need one entry per sample."
-        )
+        raise ValueError(f"{len(x)} values for {len(groups)} group ids: give both per sample.")
     x, ok = x.double(), ~x.isnan()
     count, low = groups.sum(ok), groups.min(torch.where(ok, x, torch.inf))
     high = -groups.min(torch.where(ok, -x, torch.inf))
@@ -327,9 +323,7 @@ class Rollout:
         self.mask_NS = self.mask_NS.bool()
         for name, value in self.columns().items():
             if len(value) != len(self):
-                raise ValueError(
-                    f"{name} has {len(value)} entries for {len(self)} samples (group_N)."
-                )
+                raise ValueError(f"{name} has {len(value)} entries for {len(self)} samples.")
             if isinstance(value, Tensor) and value.requires_grad:
                 raise ValueError(
                     f"{name} requires grad: a rollout must be detached, else the ratio's gradient flows into "

@@ -40,9 +40,7 @@ def _check_feedback(num_tasks: int, index: np.ndarray, value: np.ndarray) -> Non
     if len(index) and (
         index.dtype.kind not in "iu" or not 0 <= index.min() <= index.max() < num_tasks
     ):
-        raise ValueError(
-            f"Task indices must be integers in 0..{num_tasks - 1}, got {index[:8].tolist()} ..."
-        )
+        raise ValueError(f"Tasks are integers in 0..{num_tasks - 1}, got {index[:8].tolist()} ...")
     bad = (value < -1e-6) | (value > 1 + 1e-6)
     if bad.any():
         raise ValueError(

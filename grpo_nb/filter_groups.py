@@ -173,9 +173,7 @@ def _total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) 
 def _component_weights(rollout: Rollout, weights: Mapping[str, float] | None) -> list[float]:
     "(R) one weight per reward component, by name; missing ones are 1."
     if rollout.rewards is None:
-        raise UnknownFilterMetric(
-            "The rollout has no rewards: filter after the reward, not before it."
-        )
+        raise UnknownFilterMetric("The rollout has no rewards: filter it after the reward.")
     weights = weights or {}
     for name in weights:
         one_of("reward component", name, rollout.reward_names)

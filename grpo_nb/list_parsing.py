@@ -43,9 +43,7 @@ def film_key(
         match = _ENTRY.match(entry)
         entry = (match["title"], match["year"]) if match else (entry, None)
     if not isinstance(entry, Sequence) or len(entry) != 2 or not isinstance(entry[0], str):
-        raise ValueError(
-            f"A film is 'Title (1995)', a title, or a pair (title, year), got {entry!r}."
-        )
+        raise ValueError(f"A film is 'Title (1995)', a title, or (title, year), got {entry!r}.")
     title, year = entry
     if _missing(year):
         return _normalise_title(title), None
@@ -275,9 +273,7 @@ def _readable(answer: Any) -> Sequence[str | None]:
         return [answer]
     if isinstance(answer, (list, tuple)) and all(p is None or isinstance(p, str) for p in answer):
         return answer
-    raise ValueError(
-        f"An answer is text, token pieces, or chat turns with text as content, got {answer!r:.80}."
-    )
+    raise ValueError(f"An answer is text, token pieces or chat turns of text, got {answer!r:.80}.")
 
 # %% ../nbs/method/01_list_parsing.ipynb #c5fe4302
 @patch

@@ -514,9 +514,7 @@ class LossConfig:
         KL_KINDS[self.kl_kind.removesuffix("+")]
         AGGREGATIONS[self.aggregation]
         if self.policy_loss in _ROW_LOSSES and self.level != "token":
-            raise ValueError(
-                f"{self.policy_loss!r} averages the ratio itself: leave level at 'token'."
-            )
+            raise ValueError(f"{self.policy_loss!r} averages the ratio: leave level at 'token'.")
         a = self.arguments()
         cap, upper = a.get("ratio_max"), a["clip"].bounds[1] if "clip" in a else 0
         if cap is not None and cap < upper:
@@ -584,9 +582,7 @@ def _policy_term(config, log_ratio_NS, advantage, mask_NS, **tensors) -> Tensor:
 def _kl_term(config, logp_NS, old_logp_NS, ref_logp_NS, mask_NS, item_NS) -> Tensor:
     "KL to the reference at each step (N, S)."
     if ref_logp_NS is None:
-        raise ValueError(
-            f"kl_coef={config.kl_coef} needs ref_logp_NS, the reference log-probabilities."
-        )
+        raise ValueError(f"kl_coef={config.kl_coef} needs ref_logp_NS, the reference log-probs.")
     weight = None
     if config.kl_importance:
         weight = log_ratio(logp_NS, old_logp_NS, mask_NS, config.level, item_NS)

@@ -135,9 +135,7 @@ class SafetyOracle:
     ):
         self.unknown = {"safe": 0.0, "unsafe": 1.0}.get(unknown, unknown)
         if not isinstance(self.unknown, Real) or not 0 <= self.unknown <= 1:
-            raise ValueError(
-                f"unknown must be 'safe', 'unsafe' or a number in [0, 1], got {unknown!r}."
-            )
+            raise ValueError(f"unknown must be 'safe', 'unsafe' or in [0, 1], got {unknown!r}.")
         self.threshold = check_number("threshold", threshold, 0, 1)
         self.risks = _read_risks(risks)
         self.titles = Titles(self.risks)

@@ -138,9 +138,7 @@ def table(self: _RewardRecord) -> np.ndarray:  # (N, R, K)
         ranks |= {k: name for k in set(map(len, cells)) - {1}}
     if len(ranks) > 1:
         got = " and ".join(f"{k} from {name!r}" for k, name in sorted(ranks.items()))
-        raise RewardError(
-            f"Rows must have one number of ranks K, got {got}. Pad short lists with None."
-        )
+        raise RewardError(f"Rows must have as many ranks, got {got}: pad short ones with None.")
     k = max(ranks, default=1)
     wide = [[cell if len(cell) == k else cell * k for cell in cells] for cells in self.cells_RN]
     return np.array(wide, float).reshape(len(wide), self.n, k).swapaxes(0, 1)
@@ -254,9 +252,7 @@ def _named_specs(functions: Any) -> list[RewardSpec]:
         )
     labels = [label for s in specs for label in s.labels()]
     if not labels or len(set(labels)) < len(labels):
-        raise ValueError(
-            f"Each reward needs a name of its own, got {labels}. Give a dict: {{'name': function}}."
-        )
+        raise ValueError(f"Rewards need different names, got {labels}: give {{'name': function}}.")
     return specs
 
 # %% ../nbs/method/03_reward_runner.ipynb #ca749696

@@ -73,9 +73,7 @@ def _number(value: Any) -> float:
 def _cells(values: Any, n: int) -> list[list[float]]:
     "What a function returned for n completions: for each a row of K numbers, or of one; NaN = does not apply."
     if not isinstance(values, (list, tuple)) and getattr(values, "ndim", 0) not in (1, 2):
-        raise _ContractError(
-            f"expected a list of {n} numbers, one per completion, got {_shown(values)}"
-        )
+        raise _ContractError(f"expected {n} numbers, one per completion, got {_shown(values)}")
     if len(values) != n:
         raise _ContractError(f"expected {n} values, one per completion, got {len(values)}")
     is_row = lambda v: isinstance(v, (list, tuple)) or getattr(v, "ndim", 0) == 1
@@ -92,9 +90,7 @@ def _names(option: str, value: Any) -> tuple[str, ...]:
     "A list of distinct names."
     fine = isinstance(value, (list, tuple)) and all(isinstance(x, str) and x for x in value)
     if not fine or len(set(value)) < len(value):
-        raise ValueError(
-            f"{option} must be a list of distinct non-empty texts, got {_shown(value)}."
-        )
+        raise ValueError(f"{option} must list distinct non-empty texts, got {_shown(value)}.")
     return tuple(value)
 
 # %% ../nbs/method/01_rewards.ipynb #b101b203
@@ -306,9 +302,7 @@ def _task_columns(tasks: Sequence) -> dict[str, list]:
     names = dict.fromkeys(k for row in rows for k in row)
     taken = [k for k in names if k in _RESERVED]
     if taken:
-        raise ValueError(
-            f"Task columns may not be called {taken}: reward functions get those from the rollout."
-        )
+        raise ValueError(f"Task columns may not be called {taken}: those are of the rollout.")
     return {"prompts": list(prompts)} | {k: [row.get(k) for row in rows] for k in names}
 
 # %% ../nbs/method/01_rewards.ipynb #58a92ded

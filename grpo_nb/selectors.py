@@ -279,15 +279,11 @@ def easy_to_hard(
     "Order by the columns, later ones breaking ties of earlier ones, then the larger index first."
     up = [ascending] * len(columns) if isinstance(ascending, bool) else list(ascending)
     if len(up) != len(columns) or not columns:
-        raise ValueError(
-            f"{len(columns)} feature columns and {len(up)} entries in ascending: give one each."
-        )
+        raise ValueError(f"{len(columns)} feature columns, {len(up)} of ascending: give one each.")
     columns = [np.asarray(c, np.float64) for c in columns]
     for i, c in enumerate(columns):
         if np.isnan(c).any():
-            raise ValueError(
-                f"Feature column {i} holds NaN, which has no place in an order. Fill it first."
-            )
+            raise ValueError(f"Feature column {i} holds NaN, which has no order: fill it first.")
     keys = [-c if u else c for c, u in zip(columns, up)]
     return np.lexsort(keys[::-1])[::-1]
 
@@ -305,9 +301,7 @@ class _OfflineEasy2HardSelector(BaseSelector):
     def __init__(self, data_source, config=None):
         super().__init__(data_source, config)
         if not self.config.feature_keys:
-            raise ValueError(
-                "offline_easy2hard needs feature_keys: the columns that order the tasks."
-            )
+            raise ValueError("offline_easy2hard needs feature_keys: the columns that order tasks.")
         self.columns = {k: self.column(k) for k in self.config.feature_keys}
         self.order = easy_to_hard(list(self.columns.values()), self.options.ascending)
 

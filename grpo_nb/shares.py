@@ -22,9 +22,7 @@ def _apportion(weights: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...
     if len(w) != len(sizes):
         raise ValueError(f"{len(w)} weights for {len(sizes)} tasksets: give one each.")
     if not (np.isfinite(w).all() and (w >= 0).all() and w.sum() > 0):
-        raise ValueError(
-            f"Weights must be finite, not negative and not all zero, got {w.tolist()}."
-        )
+        raise ValueError(f"Weights must be finite, not negative, not all zero, got {w.tolist()}.")
     exact = w / w.sum() * sum(sizes)
     count = np.floor(exact).astype(np.int64)
     count[np.argsort(count - exact, kind="stable")[: sum(sizes) - count.sum()]] += 1

@@ -488,9 +488,7 @@ def _check(c, policy, rollout, advantages, reference, generator):
     if advantages.is_complex() or advantages.dtype == torch.bool:
         raise ValueError(f"advantages are {advantages.dtype}: they must be real.")
     if not s or "greedy" in rollout.info:
-        raise ValueError(
-            "Greedy samples have no log-prob to compare with: sample(..., greedy=False)."
-        )
+        raise ValueError("Greedy samples have no log-prob to compare: sample(..., greedy=False).")
     if not torch.isfinite(advantages).all():
         raise ValueError(f"{int((~torch.isfinite(advantages)).sum())} advantages are not finite.")
     if reference is None and c.needs_reference:

@@ -219,7 +219,7 @@ def test_checkpoints_that_lead_into_another_run_are_left_alone(tmp_path):
     Run.create(tmp_path / "a").close()
     Run.create(tmp_path / "b").close()
     (tmp_path / "b/checkpoints").symlink_to(tmp_path / "a/checkpoints")
-    with pytest.raises(ValueError, match="leads into another run"):
+    with pytest.raises(ValueError, match="leads into the run"):
         Run.create(tmp_path / "b", if_exists="resume")
 
 

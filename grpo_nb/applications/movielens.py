@@ -64,9 +64,7 @@ def load_task(
     "Read what `build_task` wrote; films outside its table count as unsafe."
     folder = Path(folder)
     if not (folder / "manifest.json").exists():
-        raise ValueError(
-            f"No task in {folder}. Build it: python data/build/movielens_task.py --out {folder}"
-        )
+        raise ValueError(f"No task in {folder}: python data/build/movielens_task.py --out {folder}")
     read = lambda name: json.loads((folder / name).read_text("utf-8"))
     risks, manifest = read("risks.json"), read("manifest.json")
     model, tokenizer = load_model(folder / "model")

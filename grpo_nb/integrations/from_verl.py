@@ -75,9 +75,7 @@ def _verl_batch(s: Settings) -> tuple[dict[str, Any], int]:
         f"{_ACTOR}.ppo_mini_batch_size", "update.minibatch_size (prompts x n samples)", 256
     )
     if mini > prompts:
-        raise ValueError(
-            f"ppo_mini_batch_size={mini} is above train_batch_size={prompts}; verl refuses this."
-        )
+        raise ValueError(f"verl refuses ppo_mini_batch_size={mini} > train_batch_size={prompts}.")
     epochs = s.take(f"{_ACTOR}.ppo_epochs", "update.num_epochs", 1)
     ours = {"train_batch_size": prompts, "num_generations": group, "update.num_epochs": epochs}
     return ours | _minibatch_keys(prompts * group, mini * group, group), -(

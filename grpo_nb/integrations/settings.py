@@ -131,9 +131,7 @@ def _as_dict(settings: Any) -> dict:
     if isinstance(settings, Mapping):
         return dict(settings)
     if not dataclasses.is_dataclass(settings):
-        raise ValueError(
-            f"Settings are a mapping or a configuration object, got {type(settings).__name__}."
-        )
+        raise ValueError(f"Settings are a mapping or a dataclass, got {type(settings).__name__}.")
     default = lambda f: f.default_factory() if f.default is dataclasses.MISSING else f.default
     pairs = ((f, getattr(settings, f.name)) for f in dataclasses.fields(settings) if f.init)
     none = dataclasses.MISSING
@@ -181,9 +179,7 @@ def _settings_tree(settings: Any, overrides: Sequence[str] = ()) -> dict:
     if isinstance(settings, (str, Path)):
         path = Path(settings)
         if not path.is_file():
-            raise ValueError(
-                f"No settings at {str(settings)!r}: give a YAML file or a shell script."
-            )
+            raise ValueError(f"No settings at {str(settings)!r}: give a YAML file or shell script.")
         settings = _command_line(path.read_text()) if path.suffix == ".sh" else _read_recipe(path)
     if isinstance(settings, Sequence):
         settings = _pairs(settings)

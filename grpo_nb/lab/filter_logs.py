@@ -271,9 +271,7 @@ def _log_text(source: str | Path) -> str:
         return _as_utf8(path).decode(errors="replace")
     if isinstance(source, str) and _match_line(source):
         return source
-    raise FileNotFoundError(
-        f"No log file {str(source)!r}. Give an existing file, or the text of a log."
-    )
+    raise FileNotFoundError(f"No log file {str(source)!r}: give one, or the text of a log.")
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #aa602fb9
 def format_summary(

@@ -156,9 +156,7 @@ def load_config(
     tree = _read_recipe(recipe, overrides)
     tree.pop("compare", None)  # the block of `grpo-nb compare`
     if "buffer" in tree:
-        raise ValueError(
-            f"{recipe} has Trinity-RFT's keys: train it with grpo-nb train --from trinity."
-        )
+        raise ValueError(f"{recipe} has Trinity-RFT's keys: use grpo-nb train --from trinity.")
     if set(tree.get("algorithm") or ()) == {"filter_groups"}:  # where verl has it
         tree["filter_groups"] = tree.pop("algorithm")["filter_groups"]
     if isinstance(tree.get("filter_groups"), Mapping):
@@ -257,9 +255,7 @@ def open_stream(config: GRPOConfig):  # a stream
     if not t.tasksets and t.shares != "size":
         raise ValueError("tasks.shares mixes several tasksets, and tasks.tasksets names none.")
     if not (t.tasksets or t.train and t.tasksets is None):
-        raise ValueError(
-            "No training tasks: name a file in tasks.train, or some in tasks.tasksets."
-        )
+        raise ValueError("No training tasks: name a file in tasks.train or some in tasks.tasksets.")
     if t.tasksets is None:
         with _at_key("tasks"):
             return make_stream(t.train, t, config.train_batch_size, config.seed)

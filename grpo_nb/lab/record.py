@@ -323,9 +323,7 @@ def _start(self: Run, new: bool = False) -> None:
         return
     other = (self.dir / "checkpoints").resolve().parent
     if other != self.dir.resolve() and _is_run(other):
-        raise ValueError(
-            f"{self.dir / 'checkpoints'} leads into another run, {other}: move it away."
-        )
+        raise ValueError(f"{self.dir / 'checkpoints'} leads into the run {other}: move it away.")
     lock = Lock(self.dir / "lock")
     lock.acquire()
     self._lock, self._status, self._new = lock, self.status, new

@@ -228,9 +228,7 @@ def sample(
 ) -> Rollout:  # N = P * G samples, siblings together
     "Draw G trajectories of each task with the log-probability of every noisy step."
     if not tasks or num_generations < 1:
-        raise ValueError(
-            f"Need at least one task and one generation, got {len(tasks)} and {num_generations}."
-        )
+        raise ValueError(f"Need a task and a generation, got {len(tasks)} and {num_generations}.")
     self.model.eval()
     index_N = torch.arange(len(tasks)).repeat_interleave(num_generations)
     n, noisy = len(index_N), [] if greedy else self.noisy_steps

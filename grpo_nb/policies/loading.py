@@ -148,9 +148,7 @@ def _asked_autocast(autocast: str | None) -> str | None:  # "bfloat16", or None:
         raise ValueError(f"autocast must be None or 'bfloat16', got {autocast!r}.")
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") or "no"
     if asked not in ("no", "bf16"):
-        raise ValueError(
-            f"mixed_precision: {asked} of accelerate config is not offered: set it to bf16 or no."
-        )
+        raise ValueError(f"mixed_precision: {asked} of accelerate is not offered: set bf16 or no.")
     return "bfloat16" if asked == "bf16" else autocast
 
 # %% ../../nbs/method/02_policies.loading.ipynb #1b38bb20
@@ -230,9 +228,7 @@ def _with_vocabulary(tokenizer):
     if tokenizer is None or getattr(tokenizer, "vocab_size", 1) == 0:
         where = getattr(tokenizer, "name_or_path", "")
         said = f"{where} holds no tokenizer" if where else "No tokenizer was given"
-        raise ValueError(
-            f"{said}: save it beside the model, or give TokenPolicy(model, tokenizer)."
-        )
+        raise ValueError(f"{said}: save it beside the model or give TokenPolicy(model, tokenizer).")
     return tokenizer
 
 
@@ -419,9 +415,7 @@ def _check_merged(model: nn.Module, plain: nn.Module):
     want, got = (m.eval()(ids, attention_mask=torch.ones_like(ids)).logits for m in (model, plain))
     off = float((want - got).abs().max() / want.abs().max())
     if not off < (0.05 if want.itemsize < 4 else 1e-3):
-        raise ValueError(
-            f"Adding the adapters to the weights would change the logits by {off:.1%}. {_KEEP}"
-        )
+        raise ValueError(f"Merged adapters would change the logits by {off:.1%}. {_KEEP}")
 
 # %% ../../nbs/method/02_policies.loading.ipynb #1e86b55a
 def _write_adapter(model: nn.Module, path: str | Path):
@@ -450,9 +444,7 @@ def _upload(write: Callable[[str], object], repo: str, private: bool = True, **k
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
-        raise ValueError(
-            "push_to_hub needs the network, and HF_HUB_OFFLINE is set: use save_pretrained."
-        )
+        raise ValueError("HF_HUB_OFFLINE is set: unset it for push_to_hub, or use save_pretrained.")
     api = HfApi(token=kwargs.pop("token", None))
     try:
         name = api.create_repo(repo, private=private, exist_ok=True).repo_id

@@ -95,9 +95,7 @@ class Sampler:
         STEPS[self.scheme]
         sizes = {len(self.time_T), len(self.level_T), len(self.next_T)}
         if len(sizes) != 1 or not self.time_T:
-            raise ValueError(
-                f"Times and levels need one entry per step and at least one, got {sizes}."
-            )
+            raise ValueError(f"Times and levels need one entry per step, got {sizes}.")
         most = 1 if self.scheme == "ddim" else math.inf
         noise = check_number(f"noise of {self.scheme!r}", self.noise, 0, most)
         object.__setattr__(self, "noise", noise)

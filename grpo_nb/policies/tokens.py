@@ -128,9 +128,7 @@ def _stop_ids(stop: int | str | list | None, model, tokenizer) -> list[int]:
     for x in stop if several else [] if stop is None else [stop]:
         ids = tokenizer(x, add_special_tokens=False).input_ids if isinstance(x, str) else [x]
         if len(ids) != 1 or isinstance(ids[0], bool) or ids[0] not in ids_of_model:
-            raise ValueError(
-                f"stop={x!r} is not one token of this tokenizer: give ids or texts that are."
-            )
+            raise ValueError(f"stop={x!r} is not one token of the tokenizer: give one that is.")
         found.append(int(ids[0]))
     return found
 
@@ -352,9 +350,7 @@ def _messages(self: TokenPolicy, prompt: str | list[dict]) -> list[dict]:
     if self.system_prompt:
         messages = [{"role": "system", "content": self.system_prompt}, *messages]
     if sum(m["role"] == "system" for m in messages) > 1:
-        raise ValueError(
-            f"The prompt has two system messages (is one the system_prompt?): {messages!r}."
-        )
+        raise ValueError(f"A prompt has two system messages (one in system_prompt?): {messages!r}.")
     return messages
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #6957e4a8
@@ -516,9 +512,7 @@ def sample(
 ) -> Rollout:  # N = P * G samples, siblings together
     "Draw G completions of each task with the log-prob of every token."
     if not tasks or num_generations < 1:
-        raise ValueError(
-            f"Need at least one task and one generation, got {len(tasks)} and {num_generations}."
-        )
+        raise ValueError(f"Need a task and a generation, got {len(tasks)} and {num_generations}.")
     if bare := [t for t in tasks if not hasattr(t, "prompt")]:
         raise ValueError(
             f"A task has a prompt, got {bare[0]!r:.60}: make tasks of rows by Taskset.load(rows)[:]."
