@@ -220,9 +220,7 @@ def _accepted_answers(wanted: Any, column: str, finder: _AnswerFinder) -> list[s
     out = []
     for x in (x for x in map(_plain, many) if x is not None):
         if not isinstance(x, (str, Real, Decimal)) and not hasattr(x, "isoformat"):  # a date
-            raise ValueError(
-                f"Column {column!r} must hold text, a number or a list of those, got {_shown(x)}."
-            )
+            raise ValueError(f"Column {column!r} must hold texts or numbers, got {_shown(x)}.")
         # a solution as in GSM8K, whatever the rule
         marked = re.findall(r"(?:^|\n)#### *(\S[^\n]*)\s*$", x) if isinstance(x, str) else ()
         texts = [x, *marked] if isinstance(x, str) else _number_texts(x)
@@ -496,9 +494,7 @@ def math_equivalence(
     @reward_function(name="math_equivalence", needs=[column], **how)
     def reward(completion, **columns):
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError(
-                "math-verify needs the main thread of a process: run it through RewardRunner"
-            )
+            raise RuntimeError("math-verify needs the main thread: run it through RewardRunner")
         accepted = _accepted_answers(columns[column], column, find)
         found = _mathematics(find(completion, columns) or "")
         try:

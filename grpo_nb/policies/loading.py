@@ -444,7 +444,7 @@ def _upload(write: Callable[[str], object], repo: str, private: bool = True, **k
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
-        raise ValueError("HF_HUB_OFFLINE is set: unset it for push_to_hub, or use save_pretrained.")
+        raise ValueError("push_to_hub is off, for HF_HUB_OFFLINE is set: use save_pretrained.")
     api = HfApi(token=kwargs.pop("token", None))
     try:
         name = api.create_repo(repo, private=private, exist_ok=True).repo_id
