@@ -164,9 +164,7 @@ def configuration(
     "A dataclass that refuses unknown keys and wrong values in one line, also when a field is set later."
     hints = typing.get_type_hints(cls, include_extras=True)
     cls.__annotations__ = {k: _strict(hints[k]) for k in cls.__annotations__}
-    options = pydantic.ConfigDict(
-        extra="forbid", validate_assignment=True, arbitrary_types_allowed=True
-    )
+    options = dict(extra="forbid", validate_assignment=True, arbitrary_types_allowed=True)
     cls = pydantic_dataclass(cls, config=options)
     init, set_field, signature = cls.__init__, cls.__setattr__, inspect.signature(cls)
 

@@ -279,9 +279,7 @@ def _gradient(frame) -> _Finding:
         said.append(f"{zero:.0%} of steps have gradient 0")
         dead = column(frame, "frac_reward_zero_std")
         if dead is not None and _mean(dead[trained & (grad == 0)]) < _DEAD[0]:
-            say = (
-                "Rewards differ, so see what the estimator makes of them: trainer.last.advantages."
-            )
+            say = "Rewards differ: see what the estimator makes of them, trainer.last.advantages."
     if spike.any():
         verdict = _worst(verdict, "WARN")
         say = "Clip the gradient norm and lower the learning rate."

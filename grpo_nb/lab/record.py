@@ -124,10 +124,8 @@ def _read_tree(path: Path) -> dict:
     if not path.exists():
         return {}
     try:
-        text, loader = (
-            path.read_text(encoding="utf-8"),
-            getattr(yaml, "CSafeLoader", yaml.SafeLoader),
-        )
+        text = path.read_text(encoding="utf-8")
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         tree = json.loads(text) if path.suffix == ".json" else yaml.load(text, loader)
         if isinstance(tree, dict):
             return tree

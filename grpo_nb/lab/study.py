@@ -56,12 +56,8 @@ def _is_lower(metric: str, names: Iterable[str]) -> bool:
     return metric.removeprefix(MEAN) in {n.removeprefix(MEAN) for n in names}
 
 # %% ../../nbs/lab/04_study.ipynb #adebe618
-KEEP = (
-    "reward",
-    "frac_reward_zero_std",
-    "entropy",
-    "completions/mean_length",
-    "updates_per_rollout",
+KEEP = tuple(
+    "reward frac_reward_zero_std entropy completions/mean_length updates_per_rollout".split()
 )
 
 
