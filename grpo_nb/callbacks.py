@@ -61,9 +61,7 @@ def _tells_errors(f):
     return told
 
 # %% ../nbs/method/02_callbacks.ipynb #808a4486
-def check_callbacks(
-    callbacks: Sequence,  # as given to `GRPO`
-) -> list:
+def check_callbacks(callbacks: Sequence) -> list:
     "The callbacks as a list; what would never be called, or could not be, is an error."
     if not isinstance(callbacks, (list, tuple)):
         raise ValueError(f"callbacks must be a list, such as callbacks=[f], got {callbacks!r}.")

@@ -317,11 +317,8 @@ def _log_batch(self: GroupCollector, rollout: Rollout, kept: int):
 
 # %% ../nbs/method/02_collector.ipynb #e26633e7
 @patch
-def add(
-    self: GroupCollector,
-    rollout: Rollout,  # one rewarded generation batch
-):
-    "Filter one generation batch and keep what varies."
+def add(self: GroupCollector, rollout: Rollout):
+    "Filter one rewarded generation batch and keep what varies."
     if self.status != "open":
         raise ValueError(f"No batch is due, the step is {self.status}: call take() or begin().")
     if not len(rollout):

@@ -195,10 +195,8 @@ def configuration(
     return cls
 
 # %% ../nbs/ground/00_config.ipynb #93e15e7e
-def given_keys(
-    config: Any,  # a configuration
-) -> list[str]:  # dotted
-    "The keys that were set by somebody, here or in a section."
+def given_keys(config: Any) -> list[str]:
+    "The dotted keys of a configuration that were set by somebody, here or in a section."
     found = list(config._given)
     for f in dataclasses.fields(config):
         if hasattr(type(part := getattr(config, f.name)), "_given"):
@@ -354,9 +352,7 @@ def _with_texts(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def config_tree(
-    config: Any,  # a configuration
-) -> dict:
+def config_tree(config: Any) -> dict:
     "The configuration as a plain tree; what stands in it is not copied."
     if isinstance(config, Mapping):
         return {k: config_tree(v) for k, v in config.items()}

@@ -445,10 +445,8 @@ def _join(*parts: Any) -> Any:
     return [x for p in parts for x in p]
 
 # %% ../nbs/method/00_core.ipynb #5bb1842f
-def concat(
-    rollouts: Sequence[Rollout],  # in the order wanted
-) -> Rollout:
-    "One rollout of several."
+def concat(rollouts: Sequence[Rollout]) -> Rollout:
+    "One rollout of several, in the order given."
     rollouts = list(rollouts)
     first = rollouts[0]
     for r in rollouts[1:]:

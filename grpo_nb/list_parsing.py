@@ -35,10 +35,8 @@ def _normalise_title(title: str) -> str:
 _ENTRY = re.compile(r"^\s*(?P<title>.*\S)\s*\((?P<year>\d{4})\)\s*$", re.S)
 
 
-def film_key(
-    entry: str | Sequence,  # "Title (1995)", a bare title, or a pair (title, year or None)
-) -> tuple[str, int | None]:
-    "Normalised title and year of one film."
+def film_key(entry: str | Sequence) -> tuple[str, int | None]:
+    'Normalised title and year of one film: "Title (1995)", a bare title, or a pair (title, year or None).'
     if isinstance(entry, str):
         match = _ENTRY.match(entry)
         entry = (match["title"], match["year"]) if match else (entry, None)

@@ -45,11 +45,8 @@ def learning_rate(
     return config.lr * (floor + (1 - floor) * factor[config.schedule])
 
 # %% ../nbs/method/01_optimizer.ipynb #1670e955
-def make_optimizer(
-    policy: Policy,  # parameters that need no gradient are left alone
-    config: OptimizerConfig,
-) -> torch.optim.Optimizer:
-    "AdamW over the parameters of a policy."
+def make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Optimizer:
+    "AdamW over the parameters of a policy; those that need no gradient are left alone."
     params = list(policy.parameters())
     if not any(p.requires_grad for p in params):
         raise ValueError(

@@ -221,10 +221,8 @@ def _first_to_tell() -> bool:
         return True
 
 # %% ../nbs/ground/00_processes.ipynb #f3efa239
-def end_with_parent(
-    parent: int | None = None,  # its process number, as the parent gave it; None: whoever it is now
-) -> None:
-    "End this process soon after the one that started it, however that one ended."
+def end_with_parent(parent: int | None = None) -> None:
+    "End this process soon after the one that started it (by its number, else whoever it is now), however that one ended."
     parent = os.getppid() if parent is None else parent
 
     def watch():

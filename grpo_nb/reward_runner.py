@@ -257,11 +257,8 @@ def _named_specs(functions: Any) -> list[RewardSpec]:
 
 # %% ../nbs/method/03_reward_runner.ipynb #ca749696
 @patch
-def check_tasks(
-    self: RewardRunner,
-    tasks: Sequence,  # one of each set, for example
-) -> None:
-    "A ValueError if a function needs a column, or a path into one, that none of these tasks has."
+def check_tasks(self: RewardRunner, tasks: Sequence) -> None:
+    "A ValueError if a function needs a column, or a path into one, that none of these tasks has; one of each set is enough."
     columns = _task_columns(tasks)
     self.task_columns |= dict.fromkeys(columns)
     of_rollout = ("completions", "completion_ids", "sample_seed", "trainer_state")

@@ -230,11 +230,8 @@ def of(
 
 # %% ../nbs/method/01_rewards.ipynb #f12baf57
 @patch
-def pick(
-    self: RewardSpec,
-    columns: Mapping[str, list],  # everything that can be passed, one list of N each
-) -> dict[str, list]:
-    "The columns that the function accepts, nested ones by path; a missing one that it needs is a ValueError."
+def pick(self: RewardSpec, columns: Mapping[str, list]) -> dict[str, list]:
+    "The columns, of all that can be passed, that the function accepts, nested ones by path; a missing one that it needs is a ValueError."
     from grpo_nb.core import _field_of  # not at the top: workers get this class, and no torch
 
     paths = {k: k.partition(".")[0] for k in self.needs if k not in columns}

@@ -136,10 +136,8 @@ class BaseSelector:
 
 # %% ../nbs/method/02_selectors.ipynb #a5dc0274
 @patch
-def column(
-    self: BaseSelector, name: str
-) -> np.ndarray:  # (N,) not copied where it is an array already
-    "One numeric column of the data source."
+def column(self: BaseSelector, name: str) -> np.ndarray:
+    "(N,) one numeric column of the data source, not copied where it is an array already."
     table = _table(self.data_source)
     if isinstance(table, Mapping) and name not in table:
         raise ValueError(unknown_name("feature key", name, table))

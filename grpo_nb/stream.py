@@ -58,10 +58,7 @@ class TaskStream:
             self._order = (epoch, torch.randperm(len(self.tasks), generator=generator).numpy())
         return self._order[1]
 
-    def read(
-        self,
-        n: int,  # how many
-    ) -> list:
+    def read(self, n: int) -> list:
         "The next n tasks."
         found = []
         while len(found) < n:

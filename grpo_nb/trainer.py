@@ -737,10 +737,7 @@ def state_dict(self: GRPO) -> dict[str, Any]:  # part -> tree of numbers, tensor
 
 # %% ../nbs/method/04_trainer.ipynb #ab185f37
 @patch
-def load_state_dict(
-    self: GRPO,
-    state: Mapping[str, Any],  # from `state_dict`
-):
+def load_state_dict(self: GRPO, state: Mapping[str, Any]):
     "Continue from a state; what belongs to another kind of run is refused before anything is changed."
     self._check_state(state)
     parts = self.parts()

@@ -61,11 +61,8 @@ def reach(completions: Sequence[Tensor], goal: Sequence, **columns) -> list[floa
     return _reach_reward(torch.stack(list(completions)), torch.tensor(goal)).tolist()
 
 # %% ../../nbs/applications/motion.ipynb #23d160e4
-def reach_tasks(
-    n: int,  # tasks
-    generator: torch.Generator,
-) -> list[Task]:
-    "Tasks with a goal each."
+def reach_tasks(n: int, generator: torch.Generator) -> list[Task]:
+    "n tasks with a goal each."
     angle = (2 * torch.pi * torch.rand(n, generator=generator)).tolist()
     points = [torch.tensor([a]) for a in angle]
     goals = [[round(f(a).item(), 4) for f in (torch.cos, torch.sin)] for a in points]

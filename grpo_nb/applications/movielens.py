@@ -58,10 +58,8 @@ class MovieTask:
     manifest: dict
 
 # %% ../../nbs/applications/movielens.ipynb #714ab113
-def load_task(
-    folder: str | Path,  # written by `build_task`
-) -> MovieTask:
-    "Read what `build_task` wrote; films outside its table count as unsafe."
+def load_task(folder: str | Path) -> MovieTask:
+    "Read the folder that `build_task` wrote; films outside its table count as unsafe."
     folder = Path(folder)
     if not (folder / "manifest.json").exists():
         raise ValueError(f"No task in {folder}: python data/build/movielens_task.py --out {folder}")

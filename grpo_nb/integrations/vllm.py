@@ -183,10 +183,7 @@ def wait(self: VLLM):
 
 # %% ../../nbs/integrations/05_vllm.ipynb #e742099d
 @patch
-def attach(
-    self: VLLM,
-    policy,  # a TokenPolicy
-):
+def attach(self: VLLM, policy):
     "Refuse a server of another model, tokenizer or kind of log-probs."
     self.wait()
     probe = self._check_tokenizer(policy.tokenizer)
@@ -218,10 +215,8 @@ def _check_tokenizer(self: VLLM, tokenizer) -> list[int]:
     return ours[:8]
 
 # %% ../../nbs/integrations/05_vllm.ipynb #dfa309dc
-def weights_label(
-    policy,  # with parameters
-) -> str:
-    "A name for its weights, of the bits of what is trained: other weights have another."
+def weights_label(policy) -> str:
+    "A name for the weights of a policy, of the bits of what is trained: other weights have another."
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [p.detach().view(whole[p.element_size()]).sum() for p in policy.parameters()]
     return hashlib.sha256(str(torch.stack(sums).tolist()).encode()).hexdigest()[:16]

@@ -274,10 +274,8 @@ def _log_text(source: str | Path) -> str:
     raise FileNotFoundError(f"No log file {str(source)!r}: give one, or the text of a log.")
 
 # %% ../../nbs/lab/02_filter_logs.ipynb #aa602fb9
-def format_summary(
-    summary: dict,  # from `parse_filter_logs`
-) -> str:
-    "A summary as a few lines for the terminal."
+def format_summary(summary: dict) -> str:
+    "A summary of `parse_filter_logs` as a few lines for the terminal."
     s = summary
     if s["message"]:
         return s["message"]

@@ -160,11 +160,8 @@ def open(cls: Run, dir: str | Path) -> Run:
 
 # %% ../../nbs/lab/01_record.ipynb #2e11ff89
 @patch
-def rows(
-    self: Run,
-    name: str = "metrics",  # or samples, events
-) -> tuple[list[dict], list[str]]:
-    "Rows of one of the files and its broken lines, which are warned about."
+def rows(self: Run, name: str = "metrics") -> tuple[list[dict], list[str]]:
+    "Rows of one of the files, metrics, samples or events, and its broken lines, which are warned about."
     path = self.dir / f"{name}.jsonl"
     rows, broken = read_jsonl(path) if path.exists() else ([], [])
     if broken:

@@ -559,11 +559,8 @@ def _whole_source(function: Callable, seen: tuple = ()) -> str:
 
 # %% ../../nbs/lab/06_runs.ipynb #bf078424
 @patch
-def sources(
-    self: Spec,
-    *variants: str,  # whose own functions count, too
-) -> dict[str, str]:
-    "The text of the functions of a study, also of those that the notebook has registered."
+def sources(self: Spec, *variants: str) -> dict[str, str]:
+    "The text of the functions of a study, with those of the variants named, also of those that the notebook has registered."
     own = {k: getattr(self, k) for k in ("make", "evaluate")}
     own |= {f"{r}.{k}": v for (_, r), mine in registered().items() for k, v in mine.items()}
     found = {k: _source(v) for k, v in own.items() if v is not None}
@@ -591,11 +588,8 @@ def tree(self: Spec) -> dict:
     return json.loads(json.dumps(hide_secrets(plain(tree))))
 
 # %% ../../nbs/lab/06_runs.ipynb #4e597bc8
-def plan_runs(
-    spec: Spec,
-    chosen: Mapping[str, Mapping] | None = None,  # variant -> values; None: the tuning runs
-) -> list[Job]:
-    "The runs of a study as jobs."
+def plan_runs(spec: Spec, chosen: Mapping[str, Mapping] | None = None) -> list[Job]:
+    "The runs of a study as jobs: those of its tuning, or with the values that each variant has chosen."
     if chosen is None:
         runs = [(n, s, v) for n in spec.variants for v in spec.grid(n) for s in spec.tune_seeds]
         return [Job(spec, "tune", *run) for run in runs]

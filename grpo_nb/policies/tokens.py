@@ -414,11 +414,8 @@ def _rendered(self: TokenPolicy, messages: list[dict], **end) -> str:
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #aedbaa65
 @patch
-def encode_all(
-    self: TokenPolicy,
-    prompts: list,  # texts or chats
-) -> list[list[int]]:
-    "Token ids of many prompts, see `encode`."
+def encode_all(self: TokenPolicy, prompts: list) -> list[list[int]]:
+    "Token ids of many prompts, texts or chats, see `encode`."
     plain = [isinstance(p, str) and not self.chat for p in prompts]
     if self.system_prompt and any(plain):
         raise ValueError("system_prompt needs a chat template, and this prompt is plain text.")
