@@ -670,8 +670,8 @@ def _gym_scorer(name: str) -> Callable[[str | None, Mapping], float]:
         return lambda answer, entry: (
             0.0 if "nan" in (answer or "").lower() else score(answer, entry)
         )
-    if name == "coin_flip":  # it pays for the first digits in full, so for 0
-        near = lambda a, e: abs(Fraction(a.replace(",", "")) - Fraction(e["answer"])) <= 1e-4
+    if name in ("coin_flip", "gsm_symbolic"):  # they pay for 0, its first digit, and for -5
+        near = lambda a, e: abs(_quantity(a)[0] - _quantity(e["answer"])[0]) <= 1e-4
         return lambda a, e: value if (value := score(a, e)) < 1 or near(a, e) else 0.0
     return score
 
