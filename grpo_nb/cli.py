@@ -171,7 +171,7 @@ def _compare(
     config = override(config, [o for o in overrides if not o.startswith("compare.")])
     title = str(block.pop("title", "Comparison"))
     shown = {k: block.pop(k) for k in ("baseline", "margin") if k in block}
-    dir = Path(block["dir"])
+    dir = Path(block["dir"]).expanduser()
     try:
         study = compare(base=config, **block)
     except ValueError as e:  # with the key as it is written in the recipe

@@ -246,7 +246,8 @@ def _tell_stream(self: GRPO, rollout: Rollout):
         return
     if hasattr(self.stream, "observe"):
         found = self.stream.observe(rollout, self.passed)
-        numbers = {k: v for k, v in found.items() if isinstance(v, (int, float))}
+        one = lambda v: isinstance(v, (int, float)) or getattr(v, "shape", None) == ()
+        numbers = {k: float(v) for k, v in found.items() if one(v)}
         self.batch_rows["selection"].append(numbers)
     elif hasattr(self.stream, "feedback"):
         self.stream.feedback(rollout)
@@ -355,7 +356,7 @@ def _end_step(self: GRPO, row: dict, start: float, record: bool) -> dict[str, fl
     "Complete the row of a step that began at `start`."
     row = {"step": self.step_done + 1} | row
     selection = self.batch_rows["selection"]
-    known = [r.get("selection/groups", 0) - r.get("selection/ignored_groups", 0) for r in selection]
+    known = [r.get("selection/groups", 1) - r.get("selection/ignored_groups", 0) for r in selection]
     row |= merge_rows(self.batch_rows["reward"]) | self.counters.row()
     row["step_time"] = time.perf_counter() - start
     row["perf/peak_memory_mb"] = peak_memory_mb()

@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import forked
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from grpo_nb.cli import main
+from grpo_nb.evaluate import Scores
 from grpo_nb.files import Lock, RunLocked
 from grpo_nb.lab.budgets import Samples, Steps
 from grpo_nb.lab.compare import compare
@@ -151,6 +153,10 @@ def test_another_text_of_a_function_trains_again_and_only_warns_where_nothing_ma
     assert COUNTS["made"] == 0 and study.runs == first.runs
     contest(make=renamed, variants={"a": {}}, **kw)
     assert COUNTS["made"] == 2
+    key = lambda make: plan_runs(Spec({"a": {}}, None, 1, Steps(1), make=make), {"a": {}})[0].key
+    closed = lambda held: lambda config: by_lr(config, held)
+    for hold in (partial(partial, by_lr), closed):
+        assert key(hold(32)) == key(hold(32)) != key(hold(64))
 
 
 def test_a_crash_is_reported_and_the_others_go_on(tmp_path):
@@ -183,12 +189,67 @@ def test_an_interrupted_study_goes_on(tmp_path, capsys):
     study = contest({"a": {}}, dir=tmp_path / "d", **kw)
     assert study.unfinished == 2 and len(study.runs) == 1
     assert "1 of 3 runs are finished" in capsys.readouterr().out
-    assert "preliminary" in str(study.table())
+    study.save(tmp_path / "s.json")
+    for one in (study, Study.load(tmp_path / "s.json")):
+        assert "preliminary" in str(one.table()) and one.certainty() == {}
     COUNTS["made"] = 0
     study = contest({"a": {}}, dir=tmp_path / "d", **kw)
     assert not study.unfinished and COUNTS["made"] == 2
     whole = contest({"a": {}}, dir=tmp_path / "w", **kw)
     assert curves_of(study.runs) == curves_of(whole.runs)
+
+
+def test_a_study_interrupted_in_its_tuning_is_shown_and_says_later_what_was_chosen(tmp_path):
+    def make(config):
+        if config.seed == 101 and not (tmp_path / "once").exists():
+            (tmp_path / "once").write_text("")
+            os.kill(os.getpid(), signal.SIGINT)
+        return Fake(config.seed, 0.2 - 0.1 * config.update.skip_zero_advantage)
+
+    kw = {"make": make, "seeds": 1, "budget": Steps(2), "dir": tmp_path / "d"}
+    kw |= {"tune": {"update.skip_zero_advantage": [True, False]}}
+    study = compare({"a": {}}, **kw)
+    assert study.certainty() == {} and study.gains().empty and "preliminary" in study._repr_html_()
+    assert "  False  " in str(compare({"a": {}}, **kw).table())
+
+
+def test_a_store_has_what_was_asked_for_and_an_undefined_score_stays_undefined(tmp_path):
+    class Odd(Fake):
+        def step(self, n):
+            return super().step(n) | {"grad_norm": 0.1 * n}
+
+        def evaluate(self):
+            by = np.array([self.skill, math.nan])  # a task without a score
+            late = math.nan if self.history else 0.3
+            scores = {"sampled": (self.skill, 0, 1), "late": (late, 0, 1)}
+            return Scores(scores, 2, 1, (), {"sampled": by})
+
+    kw = {"make": lambda config: Odd(config.seed), "seeds": 2, "budget": Steps(3)}
+    kw |= {"metric": "grad_norm", "dir": tmp_path / "d"}
+    stored = {"store": tmp_path / "s.json", "keep": ["reward"]}
+    for how in ({}, stored, stored):
+        study = compare({"a": {}}, **kw, **how)
+        assert study.scores("grad_norm")["a"] == pytest.approx({0: 0.3, 1: 0.3})
+        assert study.scores("eval_late") == {"a": {}} and study.frame()["eval_late"].isna().all()
+        assert study.profile("eval_sampled")
+
+
+def test_a_score_with_the_name_of_a_column_of_training_ends_the_study(tmp_path):
+    for name in ("reward", "step", "n_rollouts_generated"):
+        evaluate = lambda trainer, name=name: {name: 0.5, "eval_sampled": 0.5}
+        with pytest.raises(ValueError, match=f"score '{name}'.*call it 'eval_{name}'"):
+            contest({"a": {}}, evaluate=evaluate, seeds=1, budget=Steps(2), dir=tmp_path / name)
+
+
+def test_tasks_that_were_edited_are_trained_again(tmp_path):
+    file, keys = tmp_path / "tasks.jsonl", []
+    for text in ("1+1=", "1+2=", "1+2="):
+        file.write_text(json.dumps({"prompt": text, "answer": "3"}))
+        own, held = {"tasks.train": str(file)}, {"tasks.eval": "data:tasks/easy_eval.jsonl"}
+        for base, arm in ((held | own, {}), (held, own)):
+            (job,) = plan_runs(Spec({"a": arm}, base, 1, Steps(1), dir=tmp_path), {"a": {}})
+            keys.append(job.key)
+    assert keys[2:4] == keys[4:] and not {*keys[:2]} & {*keys[2:]}
 
 
 def test_processes_give_what_one_process_gives_and_survive_a_death(tmp_path):
@@ -220,6 +281,7 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
         assert not (tmp_path / "none").exists()
 
     refused("no variants", {})
+    refused("one of them twice", {"a": {}}, tune={"optimizer.lr": [1e-4, 1e-3, 1e-4]})
     grid = {"optimizer.lr": [1e-4]}
     refused("optimizer.lrr", {"a": {}}, tune={"optimizer.lrr": [1e-4]})
     refused("tune sets 'steps'", {"a": {}}, tune={"steps": [3, 4]})
@@ -418,6 +480,15 @@ def test_a_variant_of_which_every_run_failed_raises_and_the_others_are_kept(tmp_
     with pytest.raises(FailedRun, match="(?s)run of 'empty' failed; .*Nothing was trained"):
         contest(arms, **kw)
     assert COUNTS["made"] == 2  # those of the first arm are kept
+    result = next(tmp_path.glob("report-fine-s0*")) / "result.json"
+    result.write_text(result.read_text().replace('"curve"', '"edited"'))
+    kw |= {"tune": {"optimizer.lr": [0.1, 0.2]}, "tune_seeds": [9]}
+    with pytest.raises(FailedRun, match="Every tuning run of 'a' failed; .*is <not> finite"):
+        contest({"a": {"make.crash_at": 1}}, **kw)
+    only = {f"make.{k}": v for k, v in {"only": 0, "crash_at": 1}.items()}
+    with pytest.raises(FailedRun, match="Every run of 'a' failed; .*is <not> finite"):
+        contest({"a": only}, **kw | {"seeds": 1})  # those of its tuning did not
+    assert len(contest({"fine": {}}, seeds=2, budget=Steps(2), dir=tmp_path).frame()) == 2
 
 
 # tuning

@@ -542,6 +542,8 @@ def test_other_tasks_than_those_of_the_checkpoint_are_refused(tmp_path):
     with pytest.raises(ValueError, match=why):
         GRPO.load(tmp_path / "r", rewards={"thirds": thirds})
     GRPO.load(tmp_path / "r", tasks=ten, rewards={"thirds": thirds}).fit(1).close()
+    with pytest.warns(UserWarning, match=r"tasks: the run goes on with .*list \(10 tasks"):
+        make(tmp_path / "r", "run.if_exists=resume", tasks=ten[::-1]).fit(1).close()
 
 
 def test_saving_in_the_middle_of_a_step_is_refused(tmp_path):

@@ -22,10 +22,12 @@ from grpo_nb.lab.recipe import GRPOConfig, load_config
 from grpo_nb.lab.runs import Spec
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.reward_runner import RewardRunner
+from grpo_nb.scheduler import TasksetScheduler
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 from grpo_nb.verifiers import exact_answer
 
+TASKS = Taskset.load(data_path("tasks/middle_dev.jsonl"))
 RIGHT = exact_answer(extract="marker", marker="</think>")
 
 
@@ -34,7 +36,7 @@ def make(*over, rewards=None, tasks=None, **kw):
         None, ["train_batch_size=6", "num_generations=4", "run.progress=false", *over]
     )
     policy = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=10)
-    tasks = Taskset.load(data_path("tasks/middle_dev.jsonl")) if tasks is None else tasks
+    tasks = TASKS if tasks is None else tasks
     return GRPO(policy, tasks, {"right": RIGHT} if rewards is None else rewards, config, **kw)
 
 
@@ -282,6 +284,22 @@ def test_interrupts_while_saving_leave_a_run_that_is_called_interrupted(tmp_path
         trainer.fit()
     trainer.close()
     assert trainer.run.status["state"] == "interrupted" and trainer.step_done == 1
+
+
+def test_what_is_taken_back_is_not_counted_and_an_operator_is_heard():
+    class Lengths:
+        def process(self, rollout):
+            return rollout, {"mine/length": rollout.lengths_N.double().mean()}
+
+    trainer = make("steps=2", tasks=TasksetScheduler([TASKS], 6, operators=[Lengths()])).fit(1)
+    good, trainer.advantages = trainer.advantages, lambda rollout: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(1)
+    trainer.advantages = good
+    row = trainer.fit(1).history[-1]
+    assert row["reward_calls"] == row["n_rollouts_generated"] == 48
+    assert row["reward/right/n_ok"] == 24
+    assert row["mine/length"] == pytest.approx(row["completions/mean_length"])
 
 
 def test_an_update_that_fails_before_its_first_step_leaves_the_weights(capsys):

@@ -56,3 +56,14 @@ def test_a_run_is_seen_with_its_own_weights(tmp_path):
         seen = what_if(source, ["grpo"]).samples
         np.testing.assert_allclose(seen["grpo"], [0.866, -0.866, -0.866, 0.866], atol=1e-3)
         assert seen["reward"].tolist() == [2, 0, 0, 2]
+
+
+def test_a_run_is_seen_with_its_own_options_and_lengths(tmp_path):
+    columns = {"group": [0] * 4, "prompt": ["p"] * 4, "completion": [""] * 4}
+    columns |= {"rewards/a": [1.0, 0, 0, 0.5], "length": [1, 2, 3, 4], "advantage": [0.5, 0, 0, 0]}
+    own = {"advantage": {"mode": "passk", "options": {"scale": "none"}}}
+    with Run.create(tmp_path, own) as run:
+        run.log_samples(1, columns)
+    seen = what_if(run, ["passk", "opo"]).samples
+    assert seen["passk"].tolist() == seen["stored"].tolist()
+    np.testing.assert_allclose(seen["opo"], [0.7, -0.3, -0.3, 0.2], atol=1e-6)

@@ -119,9 +119,9 @@ def _choose(spec: Spec, variant: str, runs: Iterable[Mapping]) -> dict:
     given = spec.variants[variant]
     means = [np.mean(found.get(_digest(plain(given | o)), [np.nan])) for o in options]
     if np.isnan(means).all():
-        raise ValueError(
-            f"Every tuning run of variant {variant!r} failed or lacks {spec.metric!r}: there is nothing to choose from."
-        )
+        error = next((r["error"] for r in runs if r["variant"] == variant and r["error"]), None)
+        told = error.strip().splitlines()[-1] if error else f"its {spec.metric} is undefined"
+        raise FailedRun(f"Every tuning run of {variant!r} failed; the first one: {told}")
     best = np.nanargmin if _is_lower(spec.metric, spec.lower_is_better) else np.nanargmax
     return options[int(best(means))]
 
@@ -239,7 +239,7 @@ def _run_study(spec: Spec, executor: Executor | None) -> Study:
         )
         return Study(spec.tree(), have, environment(spec.seeds), planned - len(have))
     for name in spec.variants:
-        mine = [r for r in results if r["variant"] == name]
+        mine = [r for r in results if r["variant"] == name and r["phase"] == "report"]
         if all(r["status"] != "done" for r in mine):
             raise FailedRun(
                 f"Every run of {name!r} failed; the first one: {mine[0]['error'].strip().splitlines()[-1]}\nThe results of the others are "

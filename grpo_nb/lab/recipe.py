@@ -34,7 +34,8 @@ from .checkpoint import MANIFEST, _check_seal, latest, read_state, versions
 from .frames import flat_keys
 from .record import _is_run
 from .session import CheckpointConfig, RunConfig, functions_in, _named_config
-from .session import _described, _part_facts, _task_facts, _tasksets_of
+from .session import _check_same_parts, _described, _part_facts, _task_facts
+from .session import _tasksets_of
 from ..processes import _check_same, join_processes, of_first, place
 from ..rewards import REWARDS
 from ..scheduler import TasksetScheduler, make_stream, _open_entry
@@ -532,21 +533,3 @@ def load(
     if folder.parent.name == "checkpoints" and _is_run(run) and "run.dir" not in keys:
         trainer.session.resumed_run = run
     return trainer
-
-# %% ../../nbs/lab/03_recipe.ipynb #5e1f0c3a
-def _check_same_parts(stored: Mapping, now: Mapping, given: Sequence[str]) -> None:
-    "Refuse to go on with other tasks or another tokenizer than those of the run, unless they are passed or set."
-    if stored.get("callbacks") and not now["callbacks"]:
-        said = f"callbacks of the run are not called: {', '.join(stored['callbacks'])}"
-        warnings.warn(f"The {said}. GRPO.load(path, callbacks=[...]) passes them.", stacklevel=3)
-    for part, what in (("policy", "tokenizer"), ("tasks", "tasks")):
-        before, after = stored.get(part, {}).get(what), now[part].get(what)
-        if before in (None, after):
-            continue
-        if any(key.partition(".")[0] == part for key in given):
-            warnings.warn(f"{part}: the run goes on with {after}, after {before}.", stacklevel=3)
-            continue
-        raise ValueError(
-            f"{what} of the run were {before}, and what the configuration names is now {after}. Give those of the run, "
-            f"GRPO.load(path, {part}=...), or set {part}.* to say that others are meant."
-        )

@@ -173,11 +173,13 @@ def text(self: Table):
     import pandas as pd
 
     rows, edges = [], self.study.edges()
+    keys = {r["variant"]: r["overrides"] for r in self.study.reported}  # None and False, too
     span = lambda r, what, form: _span(r[what], r[f"{what}_low"], r[f"{what}_high"], form)
     for r in self.frame.to_dict("records"):
         row = {"variant": r["variant"]}
         for key in self.study.tuned:
-            shown = f"{r[key]:g}" if isinstance(r[key], float) else str(r[key] or "")
+            value = keys.get(r["variant"], {}).get(key, "")
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
             row[key.split(".")[-1]] = shown + " (edge)" * (key in edges.get(r["variant"], ()))
         row["seeds"] = f"{r['n']}" + (f" ({r['failed']} failed)" if r["failed"] else "")
         row[self.metric] = span(r, "value", ".3f")
@@ -320,12 +322,15 @@ def profile(
     by = {name: [] for name in table.frame["variant"]}
     for r in self.reported:
         if r["variant"] in by and not math.isnan(score := _final_score(r, table.metric)):
-            by[r["variant"]].append((r.get("by_task") or {}).get(table.metric, [score]))
+            scores = (r.get("by_task") or {}).get(table.metric, [score])
+            by[r["variant"]].append(np.array(scores, float))
     every = np.concatenate([x for runs in by.values() for x in runs])
-    at = np.linspace(every.min(), every.max(), 101)
+    at = np.linspace(np.nanmin(every), np.nanmax(every), 101)
     for i, row in table.frame.iterrows():
         color, x_NM = COLORS[i % len(COLORS)], np.array(by[row["variant"]], float)
-        mean, low, high = np.array([t_interval((x_NM > tau).mean(1)) for tau in at]).T.clip(0, 1)
+        gap_NM = np.where(np.isnan(x_NM), np.nan, 0)  # tasks without a score
+        shares = [np.nanmean((x_NM > tau) + gap_NM, 1) for tau in at]
+        mean, low, high = np.array([t_interval(share) for share in shares]).T.clip(0, 1)
         left.plot(at, mean, color=color, label=_label_of(row["variant"]))
         left.fill_between(at, low, high, color=color, alpha=0.15, lw=0)
         right.plot([row["better_low"], row["better_high"]], [i, i], color=color)
@@ -352,9 +357,9 @@ def gains(self: Study):
     "Held-out scores before and after training and the gain, with 95 % t intervals over seeds, as text."
     import pandas as pd
 
-    done, rows = self.frame().query("status == 'done'"), []
+    frame, rows = self.frame(), []
     for metric in self.score_names():
-        for name, part in done.groupby("variant", sort=False):
+        for name, part in frame.query("status == 'done'").groupby("variant", sort=False):
             before, after = part[f"start_{metric}"].astype(float), part[metric].astype(float)
             level = _span(*t_interval(after), ".3f")
             row = {"score": metric.removeprefix("eval_"), "variant": name}
@@ -457,7 +462,7 @@ def report(
             Markup("<h3>{}</h3>").format(t.metric) + Markup(t._repr_html_()) for t in others
         ],
         "What was compared": [_yaml({k: v for k, v in self.spec.items() if k != "functions"})],
-        "Tuning": [_html(self.tuning()[tuned])] if self.spec["tune"] else [],
+        "Tuning": [_html(self.tuning()[tuned])] if self.spec["tune"] and self.runs else [],
         "Runs": [_html(frame[[c for c in wanted if c in frame]])],
         "Failed runs": traces,
         "Environment": [_yaml(self.environment)],

@@ -35,13 +35,14 @@ from fastcore.basics import patch
 
 from ..config import Count, config_tree, configuration, override
 from ..core import Registry
-from ..files import RunLocked, finite, hide_secrets, leaves, plain, secret_texts, write_atomic
+from ..files import RunLocked, finite, hide_secrets, leaves, plain
+from ..files import secret_texts, sha256, write_atomic
 from .budgets import Budget, Samples, Steps, _to_budget
 from .frames import flat_keys
 from .recipe import GRPOConfig, load_config, open_rewards
 from .record import _read_tree
 from ..metrics import COUNTERS
-from .session import CheckpointConfig, functions_in
+from .session import CheckpointConfig, _function_name, functions_in
 from .study import MEAN, _UnknownMetric, _check_metric
 from ..advantages import weights_by_name
 from ..callbacks import Paused
@@ -92,7 +93,11 @@ class _Record:
         row["cpu_seconds"] = last["cpu_seconds"] + now - self.since
         self.rows.append(mine := _numbers(row) | {"step": len(self.rows)})
         for metric in self.metrics if len(self.rows) == 2 else ():
-            _check_metric(metric, self.rows[0].keys() | row.keys())
+            _check_metric(metric, self.rows[0].keys() | mine.keys())
+        if odd := [k for k in self.scores if k in mine and not k.startswith("eval_")]:
+            raise _UnknownMetric(
+                f"The evaluation names a score {odd[0]!r}, as every row of training does: call it 'eval_{odd[0]}'."
+            )
         if self.ended == "budget":
             trainer.stop = getattr(trainer, "stop", None) or "the budget is spent"
             if not isinstance(trainer, GRPO):  # which asks for `stop` when the step is written
@@ -123,7 +128,8 @@ def train(
     start: Mapping,  # scores before training
 ) -> str:  # what ended the run
     "Train until the budget is spent or there are no more tasks."
-    self.rows = [{"step": 0, "cpu_seconds": 0.0} | dict.fromkeys(COUNTERS, 0) | dict(start)]
+    self.scores = dict(start)
+    self.rows = [{"step": 0, "cpu_seconds": 0.0} | dict.fromkeys(COUNTERS, 0) | self.scores]
     for i, row in enumerate(trainer.history, 1):
         before = {"cpu_seconds": self.rows[-1]["cpu_seconds"]}
         self.rows.append(before | _numbers(row) | {"step": i})
@@ -347,7 +353,7 @@ def _result_of(job: Job, **facts) -> dict:
     facts["error"] = hide_secrets(facts.get("error"), known=quoted)
     told = {k: getattr(job, k) for k in ("key", "phase", "variant", "seed")}
     known = {"overrides": hide_secrets(overrides), "status": "done", "error": None, "ended": None}
-    return hide_secrets(told) | known | facts
+    return finite(hide_secrets(told) | known | facts)  # as it is stored
 
 # %% ../../nbs/lab/06_runs.ipynb #f9cbe7ac
 def run_job(job: Job) -> dict:
@@ -369,7 +375,7 @@ def run_job(job: Job) -> dict:
         torch.set_num_threads(threads)
     if job.dir:
         job.dir.mkdir(parents=True, exist_ok=True)
-        write_atomic(job.dir / "result.json", json.dumps(finite(result)))
+        write_atomic(job.dir / "result.json", json.dumps(result))
         if result["status"] == "done" and job.base.checkpoint == CheckpointConfig():
             shutil.rmtree(job.dir / "run" / "checkpoints", ignore_errors=True)
     return result
@@ -378,7 +384,8 @@ def run_job(job: Job) -> dict:
 def finished(job: Job) -> dict | None:
     "The stored result of a job that needs no second run."
     result = _read_tree(job.dir / "result.json") if job.dir else {}
-    return result if (result.get("key"), result.get("status")) == (job.key, "done") else None
+    whole = {*_result_of(job), "curve"} <= result.keys() and result["curve"]  # by whomever edited
+    return result if whole and (result["key"], result["status"]) == (job.key, "done") else None
 
 # %% ../../nbs/lab/06_runs.ipynb #57d486d0
 _SAME_FOR_ALL = tuple(
@@ -471,8 +478,9 @@ def _check_tuning(self: Spec) -> None:
     "Tuned keys may differ and have values, and tuning seeds are not reported."
     for key, name in functions_in(self.tune).items():  # what is tuned is written down
         raise ValueError(f"tune has the function {name} in {key}: make it a variant instead.")
-    for key in (k for k, values in self.tune.items() if not values):
-        raise ValueError(f"tune[{key!r}] has no values.")
+    for key, values in self.tune.items():
+        if not values or any(v in values[:i] for i, v in enumerate(values)):
+            raise ValueError(f"tune[{key!r}] has no values, or one of them twice: {values}.")
     self.tune_seeds = _seed_list("tune_seeds", self.tune_seeds) if self.tune else []
     if both := sorted(set(self.seeds) & set(self.tune_seeds)):
         raise ValueError(
@@ -554,18 +562,25 @@ def _whole_source(function: Callable, seen: tuple = ()) -> str:
             if value.__module__ == function.__module__ and value not in seen:
                 parts.append(_whole_source(value, seen))
         elif not inspect.ismodule(value):
-            parts.append(f"{name} = {value!r:.200}")
+            shown = re.sub(" at 0x[0-9a-f]+", "", repr(value))  # another in every process
+            parts.append(f"{name} = {shown:.200}")
     return "\n".join(parts)
 
 # %% ../../nbs/lab/06_runs.ipynb #bf078424
 @patch
 def sources(self: Spec, *variants: str) -> dict[str, str]:
-    "The text of the functions of a study, with those of the variants named, also of those that the notebook has registered."
+    "The text of the functions of a study, with those of the variants named, also of those that the notebook has registered, and checksums of the files of its tasks."
     own = {k: getattr(self, k) for k in ("make", "evaluate")}
     own |= {f"{r}.{k}": v for (_, r), mine in registered().items() for k, v in mine.items()}
     found = {k: _source(v) for k, v in own.items() if v is not None}
+    for k in found:  # of one that holds something, what it holds, too
+        if getattr(own[k], "__closure__", None) or not hasattr(own[k], "__qualname__"):
+            found[k] += f" {_function_name(own[k])}"
     given = {f"the base: {k}": v for k, v in leaves(self.base)}
     given |= {f"{name}: {k}": v for name in variants for k, v in leaves(self.variants[name])}
+    given |= dict(leaves(self.tune_tasks, "the base: tasks.eval for tuning"))
+    files = {k: v for k, v in given.items() if ": tasks." in k and isinstance(v, str)}
+    found |= {k: sha256(v) for k, v in files.items() if os.path.isfile(v)}
     return found | {k: _whole_source(v) for k, v in given.items() if callable(v)}
 
 # %% ../../nbs/lab/06_runs.ipynb #125699d8

@@ -24,7 +24,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from ..config import Count, Natural, NonNegative, _with_key, config_tree, configuration
-from ..core import Rollout
+from ..core import Rollout, weighted_sum
 from ..files import hide_secrets, leaves, plain
 from .checkpoint import CheckpointError, latest, prune, read_state, _sweep, _check_seal
 from .checkpoint import _write_checkpoint
@@ -254,8 +254,10 @@ def _remember(trainer: GRPO) -> Callable[[], None]:  # puts it back
     "What drawing a batch changes: generators, the stream, counters, samples that wait for rewards."
     generators = {k: g.get_state() for k, g in trainer.generators.items()}
     counters = dict(trainer.counters.values)
-    names = ("n_prompts", "n_rollouts_generated", "tokens_generated", "num_tokens")
+    names = "n_prompts n_rollouts_generated tokens_generated num_tokens reward_calls".split()
     drawn = {k: counters[k] for k in names}
+    told = {k: [*v] for k, v in trainer.batch_rows.items() if k != "filter"}
+    judged = trainer.rewards.state_dict()
     stream = trainer.stream.state_dict() if hasattr(trainer.stream, "state_dict") else None
     collector = trainer.collector
     batches = collector and collector.gen_steps
@@ -268,6 +270,8 @@ def _remember(trainer: GRPO) -> Callable[[], None]:  # puts it back
         for k, g in trainer.generators.items():
             g.set_state(generators[k])
         trainer.counters.values |= drawn
+        trainer.batch_rows |= told
+        trainer.rewards.load_state_dict(judged)
         if stream is not None:
             trainer.stream.load_state_dict(stream)
 
@@ -333,8 +337,8 @@ def sample_table(
         "length": r.lengths_N.tolist(),
     }
     columns |= {f"rewards/{k}": reward_NR[:, i].tolist() for i, k in enumerate(r.reward_names)}
-    w_R = 1.0 if weights is None else reward_NR.new_tensor(weights)
-    columns["reward"] = (reward_NR * w_R).nansum(1).tolist()
+    w_R = [1.0] * reward_NR.shape[1] if weights is None else weights
+    columns["reward"] = weighted_sum(reward_NR, w_R).to(reward_NR).tolist()
     logged = r.info.get("logged", ())
     columns |= {
         k: [row.get(k) for row in logged] for k in dict.fromkeys(k for x in logged for k in x)
@@ -401,6 +405,24 @@ def _function_name(function: Any) -> str:
     text += "".join(f"{k}={v!r}" for k, v in bound.items() if isinstance(v, (str, int, float)))
     checksum = f" {hashlib.sha256(text.encode()).hexdigest()[:12]}" if text else ""
     return plain(function) + checksum
+
+# %% ../../nbs/lab/02_session.ipynb #594ccc32
+def _check_same_parts(stored: Mapping, now: Mapping, given: Sequence[str]) -> None:
+    "Refuse to go on with other tasks or another tokenizer than those of the run, unless they are passed or set."
+    if stored.get("callbacks") and not now["callbacks"]:
+        said = f"callbacks of the run are not called: {', '.join(stored['callbacks'])}"
+        warnings.warn(f"The {said}. Pass them again: callbacks=[...].", stacklevel=3)
+    for part, what in (("policy", "tokenizer"), ("tasks", "tasks")):
+        before, after = stored.get(part, {}).get(what), now[part].get(what)
+        if before in (None, after):
+            continue
+        if any(key.partition(".")[0] == part for key in given):
+            warnings.warn(f"{part}: the run goes on with {after}, after {before}.", stacklevel=3)
+            continue
+        raise ValueError(
+            f"{what} of the run were {before}, and what the configuration names is now {after}. Give those of the run, "
+            f"GRPO.load(path, {part}=...), or set {part}.* to say that others are meant."
+        )
 
 # %% ../../nbs/lab/02_session.ipynb #bf326cfe
 def functions_in(config: Any) -> dict[str, str]:  # full key: name of the function
@@ -503,6 +525,8 @@ def _load_newest(self: _Session, root: Path) -> Mapping | None:  # the state
     found = latest(root)
     if found is not None:
         state = read_state(found, make_task=Task)
+        stored, now = state["trainer"].get("parts", {}), _part_facts(self.trainer)
+        _check_same_parts(stored, now, [*self.trainer.given])
         self.trainer.load_state_dict(state)
         self.saved_step = self.trainer.step_done
         return state

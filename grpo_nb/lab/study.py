@@ -26,17 +26,19 @@ MEAN = "mean_"  # mean_X is the mean of X over all evaluations of a run, from be
 
 
 def held_out(curve: Mapping[str, Sequence]) -> list[str]:
-    "The held-out scores of a curve: what is known before training."
+    "The held-out scores of a curve: what is known before training, or says so by its name."
     counted = ("step", "cpu_seconds", *COUNTERS)
-    return [k for k, v in curve.items() if v[0] is not None and k not in counted]
+    known = lambda k, v: v[0] is not None or k.startswith("eval_")
+    return [k for k, v in curve.items() if known(k, v) and k not in counted]
 
 # %% ../../nbs/lab/04_study.ipynb #c5eaeb4d
 def _final_score(run: Mapping, metric: str) -> float:
-    "The last value of a metric in a run; of `mean_X` the mean of X over its evaluations; NaN if the run failed."
+    "The last value of a metric in a run; of `mean_X` the mean of X over its evaluations; NaN if the run failed, or has ended with an undefined score."
     curve = run.get("curve") or {}
     values = curve.get(metric, ()) or curve.get(metric.removeprefix(MEAN), ())
     seen = [v for v in values if v is not None]
-    if not seen or run["status"] != "done":
+    undefined = values and values[-1] is None and metric in held_out(curve)
+    if not seen or undefined or run["status"] != "done":
         return math.nan
     return seen[-1] if metric in curve else float(np.mean(seen))
 
@@ -121,10 +123,11 @@ def save(
     if keep is not KEEP and self.columns:  # a trainer may lack some of the default
         for name in keep:
             _check_metric(name, self.columns, "metric in keep:")
+    asked = [self.spec["metric"], *self.spec.get("lower_is_better", ())]
+    keep = [*keep, *(name.removeprefix(MEAN) for name in asked)]
     head = {"format": 1, "spec": self.spec, "environment": self.environment}
-    runs = ",\n  ".join(
-        json.dumps(finite(_compact(r, keep, self.spec["metric"]))) for r in self.runs
-    )
+    head |= {"unfinished": self.unfinished} if self.unfinished else {}
+    runs = ",\n  ".join(json.dumps(finite(_compact(r, keep, asked[0]))) for r in self.runs)
     text = json.dumps(finite(head), indent=1)[:-2]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, f'{text},\n "runs": [\n  {runs}\n ]\n}}\n')
@@ -135,10 +138,11 @@ def load(cls: Study, path: str | Path) -> "Study":
     "A study from its file."
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
-        study = cls(tree["spec"], tree["runs"], tree.get("environment") or {})
-        if tree["format"] != 1:
+        more = tree.get("environment") or {}, tree.get("unfinished", 0)
+        study = cls(tree["spec"], tree["runs"], *more)
+        if tree["format"] != 1 or not {"metric", "seeds"} <= study.spec.keys():
             raise ValueError
-        repr(study), study.frame()  # all that is needed is there
+        repr(study), study.frame(), study.curves()  # all that is needed is there
     except OSError as e:
         raise ValueError(f"No stored study at {path}: {e.strerror}.") from None
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -159,8 +163,7 @@ def _frame(runs: Sequence[Mapping], tuned: Iterable[str]):
         curve = r.get("curve") or {}
         row |= {f"start_{k}": curve[k][0] for k in held_out(curve)}
         row |= {MEAN + k: _final_score(r, MEAN + k) for k in held_out(curve)}
-        for k, values in curve.items():
-            row[k] = next((v for v in reversed(values) if v is not None), math.nan)
+        row |= {k: _final_score(r, k) for k in curve}
         if curve:
             row["seconds"] = sum(row.get(c, 0.0) for c in Seconds.counters)
         rows.append(row | {k: r[k] for k in ("cpu_seconds",) if k in r})  # older stores have none
@@ -232,7 +235,8 @@ def certainty(self: Study) -> dict[str, float]:  # by variant
     "In which share of resampled tuning seeds a variant chooses what it has chosen."
     frame, metric, rng, out = self.tuning(), self.spec["metric"], np.random.default_rng(0), {}
     sign = -1 if _is_lower(metric, self.spec.get("lower_is_better", ())) else 1
-    for name, runs in frame.groupby("variant", sort=False):
+    for name in [k for k, values in self.chosen().items() if values]:
+        runs = frame[frame["variant"] == name]
         runs = runs.assign(value=[str(x) for x in zip(*(runs[k] for k in self.tuned))])
         score_SV = sign * runs.pivot(index="seed", columns="value", values=metric)
         drawn = rng.integers(len(score_SV), size=(2000, len(score_SV)))

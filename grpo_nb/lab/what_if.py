@@ -17,6 +17,7 @@ from fastcore.basics import patch
 
 from ..advantages import AdvantageConfig, compute_advantages, weights_by_name
 from ..config import build_config, one_of
+from ..core import weighted_sum
 from ..files import read_jsonl
 from ..filter_groups import expected_gen_batches, varies
 from .plots import COLORS, make_figure
@@ -135,7 +136,8 @@ def what_if(
         own = dict(run.config.get("advantage") or {})
     if not isinstance(arms, Mapping):
         modes = [advantage] if isinstance(advantage, str) else advantage
-        arms = {mode: own | {"mode": mode, "options": {}} for mode in modes}
+        options = {own.get("mode"): own.get("options")}  # are those of the run's own estimator
+        arms = {m: own | {"mode": m, "options": options.get(m) or {}} for m in modes}
     if filter_groups is not None:
         numbers = [k for k in frame if k not in _NOT_REWARDS and _numeric(frame[k])]
         one_of("metric of the filter", filter_groups, numbers)
@@ -143,13 +145,17 @@ def what_if(
     frame = frame.rename(columns=stored)
     if "reward" not in names:
         weights = weights_by_name(own.get("weights"), names)
-        frame = frame.assign(reward=(frame[names] * weights).sum(axis=1))
+        x_NR = torch.tensor(frame[names].to_numpy())
+        frame = frame.assign(reward=weighted_sum(x_NR, weights).numpy())
+    length = [k for k in frame if k == "length" and k not in names]
     for arm, config in arms.items():
         config = build_config(AdvantageConfig, config)
         values = []
         for _, part in frame.groupby("step", sort=False):
-            x, groups = (torch.tensor(part[k].to_numpy()) for k in (names, "group"))
-            values.append(compute_advantages(x, groups, names, config).values.double().numpy())
+            x, *more = (torch.tensor(part[k].to_numpy()) for k in (names, "group", *length))
+            how = {"lengths_N": more[1]} if length else {}
+            found = compute_advantages(x, more[0], names, config, **how)
+            values.append(found.values.double().numpy())
         frame[arm] = np.concatenate(values)
     return WhatIf(frame, names, [*stored.values(), *arms], filter_groups or "reward")
 
