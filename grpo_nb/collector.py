@@ -186,11 +186,8 @@ def needed(self: GroupCollector) -> int:
 
 # %% ../nbs/method/02_collector.ipynb #ba161c81
 @patch
-def begin(
-    self: GroupCollector,
-    policy_version: int | None = None,  # updates so far; None = counted here, one per trained batch
-):
-    "Open a step."
+def begin(self: GroupCollector, policy_version: int | None = None):
+    "Open a step, after so many updates; None: they are counted here, one per trained batch."
     if self.status != "closed":
         raise ValueError("A step is open already: finish it with take().")
     if policy_version is not None:

@@ -41,12 +41,8 @@ def unknown_name(
     return f"Unknown {kind} {name!r}.{hint} Available: {', '.join(known) or 'none'}."
 
 # %% ../nbs/ground/00_config.ipynb #ed3d49ee
-def one_of(
-    name: str,  # of the argument
-    value: Any,  # what was given
-    known: Iterable[str],  # what is allowed
-) -> Any:
-    "The value if it is one of the known ones."
+def one_of(name: str, value: Any, known: Iterable[str]) -> Any:
+    "The value of an argument if it is one of the known ones."
     known = list(known)
     if value not in known:
         raise ValueError(unknown_name(name, value, known))
@@ -158,10 +154,8 @@ def _strict(hint):
     return plain.get(hint, hint)
 
 # %% ../nbs/ground/00_config.ipynb #b1e54011
-def configuration(
-    cls: type,  # written like a dataclass, with the field types above
-) -> type:
-    "A dataclass that refuses unknown keys and wrong values in one line, also when a field is set later."
+def configuration(cls: type) -> type:
+    "A dataclass, written with the field types above, that refuses unknown keys and wrong values in one line, also when a field is set later."
     hints = typing.get_type_hints(cls, include_extras=True)
     cls.__annotations__ = {k: _strict(hints[k]) for k in cls.__annotations__}
     options = dict(extra="forbid", validate_assignment=True, arbitrary_types_allowed=True)

@@ -33,11 +33,8 @@ from fastcore.basics import patch
 from torch import Tensor
 
 # %% ../nbs/ground/00_files.ipynb #3b0df9bc
-def write_atomic(
-    path: str | Path,  # file to make or replace
-    data: bytes | str,  # its whole content
-) -> None:
-    "Replace a file in one step; what is written is on the disk, a power cut leaves the old or the new one."
+def write_atomic(path: str | Path, data: bytes | str) -> None:
+    "Replace a file by this content in one step; what is written is on the disk, a power cut leaves the old or the new one."
     path = Path(path)
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # threads may write alike
     try:

@@ -36,9 +36,7 @@ POLICY_LOSSES = Registry("policy loss")
 LOG_RATIO_MAX = 20.0  # log ratios above count as this in `exp`
 
 
-def to_ratio(
-    log_ratio_NS: Tensor,  # (N, S) log ratio
-) -> Tensor:  # (N, S) ratio
+def to_ratio(log_ratio_NS: Tensor) -> Tensor:
     "`exp` that cannot overflow; at the bound its gradient is 0."
     return log_ratio_NS.clamp(max=LOG_RATIO_MAX).exp()
 

@@ -198,11 +198,8 @@ def _warn_of_overlap(sets: Iterable, held_out: Iterable) -> None:
 
 
 @patch
-def check_tasks(
-    self: GRPO,
-    drawn: Sequence = (),  # tasks of this step
-):
-    "Error for a task that cannot be trained on, with its file and row."
+def check_tasks(self: GRPO, drawn: Sequence = ()):
+    "Error for a task that cannot be trained on, also of those drawn for this step, with its file and row."
     encode = getattr(self.policy, "encode_all", None)
     needs = dict.fromkeys(
         x for s in self.rewards.specs for k in s.needs for x in (k.partition(".")[0], k)

@@ -529,11 +529,8 @@ def create(
 
 # %% ../../nbs/lab/01_record.ipynb #1871e2fd
 @patch
-def truncate_after(
-    self: Run,
-    step: int,  # the last step to keep, as the checkpoint has it
-) -> None:
-    "Cut metrics and samples back to a checkpoint, so that each step occurs once after a resume."
+def truncate_after(self: Run, step: int) -> None:
+    "Cut metrics and samples back to the step of a checkpoint, so that each step occurs once after a resume."
     self._start()
     removed = {}
     for name in ("metrics", "samples"):
