@@ -175,7 +175,7 @@ def _read_signature(function: Callable, name: str, form: str | None) -> dict[str
         raise ValueError(
             f"Reward {name!r} takes ({', '.join(sorted(words))}): name one parameter `completions` (a batch) or "
             "`completion` (one sample), or declare it with @reward_function(form=...). A factory of rewards has to be "
-            "called first."
+            "called first, verl's compute_score wrapped by integrations.verl.as_reward."
         )
     form = form or ("batch" if batch else "single")
     plural = {} if form == "batch" else {v: k for k, v in _SINGULAR.items()}
