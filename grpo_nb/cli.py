@@ -18,7 +18,7 @@ from typing import Any
 from fastcore.docments import docments
 
 from . import __version__
-from .config import describe, one_of, override
+from .config import check_number, describe, one_of, override
 from .demo import _demo_report, _judge_with_fan
 from .evaluate import Scores
 from .files import _free_path, hide_secrets, plain
@@ -140,6 +140,7 @@ def _read_block(block: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"compare: {name} must map keys to values, got {keys!r}.")
     common = flat_keys(out.pop("common", {}))
     out["variants"] = {str(k): common | flat_keys(v or {}) for k, v in out["variants"].items()}
+    check_number("compare.margin", out.get("margin", 1), 0, above=True)
     one_of("compare.baseline", out.get("baseline", next(iter(out["variants"]))), out["variants"])
     return out
 

@@ -367,6 +367,7 @@ def test_a_recipe_is_checked_before_anything_is_trained(tmp_path, capsys):
         ("compare.seconds=60", "Unknown key in the compare block: 'seconds'"),
         ("compare.tune={optimizer.lr: 3}", "tune.optimizer.lr must be a list"),
         ("compare.budget=null", "needs a budget"),
+        ("compare.margin=-1", "compare.margin must be > 0"),
     ):
         assert main(["compare", recipe, wrong, "--dir", folder]) == 2
         told = capsys.readouterr().err

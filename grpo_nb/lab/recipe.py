@@ -33,9 +33,8 @@ from ..files import hide_secrets, leaves, plain, _refuse_hidden, writable
 from .checkpoint import MANIFEST, _check_seal, latest, read_state, versions
 from .frames import flat_keys
 from .record import _is_run
-from .session import CheckpointConfig, RunConfig, functions_in, _named_config
-from .session import _check_same_parts, _described, _part_facts, _task_facts
-from .session import _tasksets_of
+from .session import CheckpointConfig, RunConfig, functions_in, _named_config, _described
+from .session import _check_same_parts, _part_facts, _task_facts, _tasksets_of
 from ..processes import _check_same, join_processes, of_first, place
 from ..rewards import REWARDS
 from ..scheduler import TasksetScheduler, make_stream, _open_entry
