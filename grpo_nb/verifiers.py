@@ -130,7 +130,9 @@ def _last_box(text: str) -> str:
 def _bare(text: str) -> str:
     "An answer without box, dollars or emphasis round it, in single spaces; empty if there is none."
     text = text.translate(_PLAIN).strip()
-    text = _last_box(text).strip() if _BOX.search(text) else text
+    if _BOX.search(text):
+        text = text.rpartition("</think>")[2].strip()  # what was thought is no answer
+        text = _last_box(text).strip() if _BOX.search(text) else text
     while (match := _WRAPPED.fullmatch(text)) and (not match[1] or match[1] not in match["a"]):
         text = (match["a"] or match["b"] or match["c"] or match["d"]).strip()
     text = _PART.sub(lambda m: f"{m[1]} {unicodedata.normalize('NFKC', m[2])}", text)
@@ -282,7 +284,7 @@ def _is_prose(text: str) -> bool:
 
 def _mathematics(text: str) -> str:
     "The last piece of mathematics in a text, bare; empty if there is none."
-    text, found = _bare(text), []
+    text, found = _bare(text.rpartition("</think>")[2]), []
     if _DENIED.search(text):
         return text
     for first, last in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
