@@ -618,7 +618,7 @@ def compute_advantages(
     x, flat = _rewards_NRK(rewards)
     names = [f"r{k}" for k in range(x.shape[1])] if reward_names is None else list(reward_names)
     if len(set(names)) < len(names) or len(names) != x.shape[1]:
-        raise ValueError(f"{x.shape[1]} reward components need names that differ, got {names}.")
+        raise ValueError(f"{x.shape[1]} rewards need as many names that differ, got {names}.")
     _check_keys(c, names)
     x = _scaled_and_gated(x, names, c)
     x = x[:, :, 0] if flat else x

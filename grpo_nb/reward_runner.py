@@ -138,7 +138,7 @@ def table(self: _RewardRecord) -> np.ndarray:  # (N, R, K)
         ranks |= {k: name for k in set(map(len, cells)) - {1}}
     if len(ranks) > 1:
         got = " and ".join(f"{k} from {name!r}" for k, name in sorted(ranks.items()))
-        raise RewardError(f"Rows must have as many ranks, got {got}: pad short ones with None.")
+        raise RewardError(f"Rows need one number of ranks, got {got}: pad short ones with None.")
     k = max(ranks, default=1)
     wide = [[cell if len(cell) == k else cell * k for cell in cells] for cells in self.cells_RN]
     return np.array(wide, float).reshape(len(wide), self.n, k).swapaxes(0, 1)

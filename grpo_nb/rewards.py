@@ -170,7 +170,7 @@ def _read_signature(function: Callable, name: str, form: str | None) -> dict[str
     words = {p.name for p in named}
     one, batch = "completion" in words, "completions" in words
     if not one and not batch:  # TRL's get_soft_overlong_punishment, or **columns alone
-        batch = not named or bool(words & {"completion_ids", "prompts"})
+        batch = bool(parameters) and not named or bool(words & {"completion_ids", "prompts"})
     if form is None and one == batch:
         raise ValueError(
             f"Reward {name!r} takes ({', '.join(sorted(words))}): name one parameter `completions` (a batch) or "

@@ -442,9 +442,8 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     same = _unspaced(found) == _unspaced(reference)
     if same or None not in pair:
         return same or _same_quantity(*pair)
-    if any(
-        re.search(r"(?<!\\):([^:=]*(?<!\\):| ?[0-5][0-9]$)", text) for text in (found, reference)
-    ):
+    has = lambda rest: (re.search(r"(?<!\\):" + rest, text) for text in (found, reference))
+    if any(has(r"[^:=]*(?<!\\):")) or all(has(" ?[0-5][0-9]$")):
         return False  # 1:2:3 is no 1/6, and 2:30 no 1:15
     plain = lambda at: Rational(pair[at][0]) if pair[at] else None  # 1 2/3, 2e3
     gold, guess = plain(1), plain(0)
@@ -673,7 +672,9 @@ def _gym_scorer(name: str) -> Callable[[str | None, Mapping], float]:
             0.0 if "nan" in (answer or "").lower() else score(answer, entry)
         )
     if name in ("coin_flip", "gsm_symbolic"):  # they pay for 0, its first digit, and for -5
-        near = lambda a, e: abs(_quantity(a)[0] - _quantity(e["answer"])[0]) <= 1e-4
+        near = lambda a, e: abs(Fraction(a.replace(",", "")) - Fraction(e["answer"])) <= 1e-4
+        if name == "gsm_symbolic":  # among words, too
+            near = lambda a, e: not re.match(r"[^0-9]*[-−](\\?\$)?[0-9]", a)
         return lambda a, e: value if (value := score(a, e)) < 1 or near(a, e) else 0.0
     return score
 

@@ -420,8 +420,8 @@ def _check_same_parts(stored: Mapping, now: Mapping, given: Sequence[str]) -> No
             warnings.warn(f"{part}: the run goes on with {after}, after {before}.", stacklevel=3)
             continue
         raise ValueError(
-            f"{what} of the run were {before}, and what the configuration names is now {after}. Give those of the run, "
-            f"GRPO.load(path, {part}=...), or set {part}.* to say that others are meant."
+            f"{what} of the run were {before}, and what the configuration names is now {after}. Give those of the run, or "
+            f"say that others are meant: GRPO.load(path, {part}=...), or its overrides of {part}.*."
         )
 
 # %% ../../nbs/lab/02_session.ipynb #bf326cfe
