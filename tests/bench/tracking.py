@@ -19,50 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from common import environment, save, table
+from grpo_nb.files import read_jsonl
 from grpo_nb.lab.plots import plot_run
 from grpo_nb.lab.record import Run
-from grpo_nb.metrics import Counters
 
-
-def full_row(step: int, rng) -> dict:
-    "A row as the trainer writes it: about 75 metrics."
-    x = rng.random(80).tolist()
-    row = {
-        "reward": x[0],
-        "reward_std": x[1],
-        "frac_reward_zero_std": x[2],
-        "loss": 0.0,
-        "grad_norm": x[3],
-    }
-    row |= {
-        "learning_rate": 1e-4,
-        "epoch": 0.1,
-        "num_tokens": step * 1000,
-        "step_time": x[4],
-        "entropy": x[5],
-        "kl": x[6],
-    }
-    for i, k in enumerate(
-        ("mean", "min", "max", "mean_terminated", "min_terminated", "max_terminated")
-    ):
-        row[f"completions/{k}_length"] = x[7 + i]
-    row["completions/clipped_ratio"] = x[13]
-    for i, k in enumerate(("low_mean", "low_min", "high_mean", "high_max", "region_mean")):
-        row[f"clip_ratio/{k}"] = x[14 + i]
-    for n in ("acc", "format", "length"):
-        row |= {f"rewards/{n}/mean": x[20], f"rewards/{n}/std": x[21], f"adv/share/{n}": x[22]}
-        row |= {f"reward/{n}/{k}": 0 for k in ("n_ok", "n_none", "n_error", "n_timeout")}
-    for i, k in enumerate(
-        "num_gen_batches filter_rate frac_all_high frac_all_low kept surplus carried".split()
-    ):
-        row[f"filter/{k}"] = x[30 + i]
-    for i, k in enumerate(
-        "ratio_mean ratio_min ratio_max ratio_q05 ratio_q95 kl_old kl_ref n_done n_planned".split()
-    ):
-        row[f"upd/{k}"] = x[40 + i]
-    for i, k in enumerate(("abs_mean", "std", "min", "max", "distinct", "dead_groups")):
-        row[f"adv/{k}"] = x[50 + i]
-    return row
+FILES = "metrics.jsonl", "samples.jsonl"
 
 
 def training(dir: Path, steps: int = 40) -> dict[str, float]:
@@ -72,7 +33,7 @@ def training(dir: Path, steps: int = 40) -> dict[str, float]:
     from grpo_nb.trainer import GRPO
 
     over = {"run.dir": dir, "run.samples_every": 1, "run.progress": "false", "threads": 1}
-    over |= {"steps": steps, "tasks.eval": "null"}
+    over |= {"steps": steps, "tasks.eval": "null", "max_seconds": "null"}
     config = load_config(
         data_path("recipes/quickstart.yaml"), [f"{k}={v}" for k, v in over.items()]
     )
@@ -111,34 +72,17 @@ def main() -> int:
     ap.add_argument("--steps", type=int, default=10_000, help="rows of the file that is opened")
     ap.add_argument("--result", help="name of the files in results/")
     a = ap.parse_args()
-    rng = np.random.default_rng(0)
     out = {}
     with tempfile.TemporaryDirectory() as tmp:
         out |= training(Path(tmp) / "training")
+        rows, samples = (read_jsonl(Path(tmp) / "training" / f)[0] for f in FILES)
+        samples = [s for s in samples if s["step"] == rows[-1]["step"]][:64]
         start = time.process_time()
         run = Run.create(Path(tmp) / "run", {"seed": 0})
         out["create_s"] = time.process_time() - start
-        counters, rows = Counters(), [full_row(i, rng) for i in range(100)]
-        out["metrics_per_row"] = len(rows[0] | counters.row())
-
-        def log(i):
-            counters.add(n_prompts=8, n_rollouts_generated=64, tokens_generated=1000)
-            run.log(i + 1, rows[i % 100] | counters.row())
-
+        out["metrics_per_row"] = len(rows[-1])
+        log = lambda i: run.log(i + 1, rows[i % len(rows)] | {"step": i + 1})
         out["log_us"] = per_call(log, a.steps)
-        samples = [
-            dict(
-                group=i // 8,
-                prompt="7 + 12 =",
-                completion="19 <end>" * 4,
-                rewards={"acc": 1.0, "format": 0.5},
-                reward=1.0,
-                advantage=0.7,
-                length=12,
-                truncated=False,
-            )
-            for i in range(64)
-        ]
         out["log_samples_us"] = per_call(lambda i: run.log_samples(i, samples), 300)
         run.close()
         out["file_mb"] = (run.dir / "metrics.jsonl").stat().st_size / 1e6
