@@ -8,6 +8,7 @@ __all__ = ['REWARD_KEYS', 'FailedRun', 'registered', 'Job', 'run_job', 'finished
 # %% ../../nbs/lab/06_runs.ipynb #ebed315d
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib
 import inspect
@@ -567,6 +568,12 @@ def _whole_source(function: Callable, seen: tuple = ()) -> str:
     return "\n".join(parts)
 
 # %% ../../nbs/lab/06_runs.ipynb #bf078424
+@functools.cache
+def _checksum(path: str, size: int, changed_ns: int) -> str:
+    "Read once for all jobs of a study, while the file stays as it is."
+    return sha256(path)
+
+
 @patch
 def sources(self: Spec, *variants: str) -> dict[str, str]:
     "The text of the functions of a study, with those of the variants named, also of those that the notebook has registered, and checksums of the files of its tasks."
@@ -579,8 +586,10 @@ def sources(self: Spec, *variants: str) -> dict[str, str]:
     given = {f"the base: {k}": v for k, v in leaves(self.base)}
     given |= {f"{name}: {k}": v for name in variants for k, v in leaves(self.variants[name])}
     given |= dict(leaves(self.tune_tasks, "the base: tasks.eval for tuning"))
-    files = {k: v for k, v in given.items() if ": tasks." in k and isinstance(v, str)}
-    found |= {k: sha256(v) for k, v in files.items() if os.path.isfile(v)}
+    texts = {k: v for k, v in given.items() if ": tasks." in k and isinstance(v, str)}
+    for k, path in {k: os.path.expanduser(v) for k, v in texts.items()}.items():
+        if os.path.isfile(path):
+            found[k] = _checksum(path, (now := os.stat(path)).st_size, now.st_mtime_ns)
     return found | {k: _whole_source(v) for k, v in given.items() if callable(v)}
 
 # %% ../../nbs/lab/06_runs.ipynb #125699d8
