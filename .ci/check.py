@@ -82,33 +82,23 @@ def docs():
 
 
 def tests():
-    "What pytest prints is shown as it comes, and its last line is given back."
     both_cores = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-    cmd = [sys.executable, "-m", "pytest", "-q", *both_cores, "--durations=5", "tests"]
-    said = ""
-    with subprocess.Popen(cmd, cwd=ROOT, stdout=subprocess.PIPE, text=True) as pytest:
-        while part := os.read(pytest.stdout.fileno(), 4096):
-            print(end=part.decode(errors="replace"), flush=True)
-            said = (said + part.decode(errors="replace"))[-4096:]
-    if pytest.returncode:
-        raise subprocess.CalledProcessError(pytest.returncode, cmd)
-    return said.rstrip().rpartition("\n")[2]
+    run(sys.executable, "-m", "pytest", "-q", *both_cores, "--durations=5", "tests")
 
 
 STEPS = dict(clean=clean, lint=lint, docs=docs, notebooks=notebooks, tests=tests)
 
 
 def carry_out(names):
-    "The steps in order; what the last one said."
     for name in names:
         start = time.time()
         print(f"== {name}", flush=True)
         try:
-            said = STEPS[name]()
+            STEPS[name]()
         except subprocess.CalledProcessError as e:
             sys.exit(f"== {name} failed: {' '.join(map(str, e.cmd))} (exit code {e.returncode})")
-        print(f"== {name} ok, {time.time() - start:.0f} s", flush=True)
-    return said
+        if name != "tests":
+            print(f"== {name} ok, {time.time() - start:.0f} s", flush=True)
 
 
 def main():
@@ -117,13 +107,12 @@ def main():
     )
     ap.add_argument("--only", default=",".join(STEPS), help="steps, in order")
     names = ap.parse_args().only.split(",")
-    rest = [n for n in names if n != "tests"]
-    with ThreadPoolExecutor(1) as pool:  # tests wait a third of their time, the rest does not
-        beside = pool.submit(carry_out, ["tests"]) if "tests" in names else None
-        if rest:
-            carry_out(rest)
-        if beside:
-            print(beside.result())
+    short = [n for n in names if n not in ("notebooks", "tests")]
+    with ThreadPoolExecutor(1) as pool:  # what takes one core, beside the notebooks
+        beside = pool.submit(carry_out, short)
+        carry_out([n for n in names if n == "notebooks"])
+        beside.result()
+    carry_out([n for n in names if n == "tests"])
 
 
 if __name__ == "__main__":
