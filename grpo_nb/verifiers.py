@@ -94,7 +94,9 @@ class _AnswerFinder:
 
     def __call__(self, completion: Any, columns: Mapping = {}) -> str | None:
         "The answer that a completion gives; None = there is none."
-        found = self.way(_with_open_tag(completion, columns))
+        text = _with_open_tag(completion, columns)
+        thinks = not self.own and text.rfind("<think>") > text.rfind("</think>")
+        found = None if thinks else self.way(text)  # it was cut before it answered
         if found is not None and not isinstance(found, str):
             raise ValueError(f"extract must return text or None, got {_shown(found)}.")
         return found
@@ -304,6 +306,7 @@ def _mathematics(text: str) -> str:
     return last if announced and _quantity(last) else text
 
 # %% ../nbs/method/02_verifiers.ipynb #356e1947
+_SIGNS = str.maketrans({"√": r"\sqrt ", "²": "^{2}", "³": "^{3}", "∞": r"\infty ", "·": r"\cdot "})
 _MATH_MEMORY = 1 << 30  # bytes that parsing and comparing may add to a worker
 
 
@@ -351,6 +354,10 @@ def _read_math(text: str, limit: int) -> Any:  # a sympy object; None if it cann
 
     how = NormalizationConfig(malformed_operators=True, nits=True)  # no unit is dropped
     latex = [LatexExtractionConfig(normalization_config=how)]
+    text = text.translate(_SIGNS)
+    text = re.sub(
+        r"(\\sqrt(?: ?\[\w+\])?) ?([0-9]+(?:\.[0-9]+)?)", r"\1{\2}", text
+    )  # not the root of 1, times 5
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):  # else degrees are a unit
         text = re.sub(r"([0-9.]+) ?(?:\^ ?\{?\\circ\}?|°)", r"(\1\\pi/180)", text)
     if "\\begin" not in text:

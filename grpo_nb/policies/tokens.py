@@ -83,7 +83,8 @@ class TokenPolicy:
         self.model = model.eval()
         self.network = Network(model, autocast)
         self.tokenizer, self._seen = _with_vocabulary(tokenizer), set()
-        self.stop = sorted({*_stop_tokens(model, tokenizer), *_stop_ids(stop, model, tokenizer)})
+        self.own_stop = {*_stop_tokens(model, tokenizer)}
+        self.stop = sorted(self.own_stop | {*_stop_ids(stop, model, tokenizer)})
         self.chat = bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
         self.system_prompt = system_prompt
         self.chunk_tokens = chunk_tokens
@@ -247,10 +248,12 @@ def push_to_hub(self: TokenPolicy, repo: str, private: bool = True, **kwargs) ->
 @patch
 def settings(self: TokenPolicy) -> dict:
     "What it is made of and how it samples, by the keys of a recipe's policy section."
-    device, own_stop = self.device, sorted({*_stop_tokens(self.model, self.tokenizer)})
+    device = self.device
     names = "max_new_tokens temperature top_k top_p chat system_prompt chunk_tokens share_prefix"
     return {
-        "model": self.source if self.stop == own_stop else None,  # a recipe has no stop
+        "model": self.source
+        if self.stop == sorted(self.own_stop)
+        else None,  # a recipe has no stop
         "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
         "device": str(device) if device.index else device.type,
         **{k: getattr(self, k) for k in names.split()},
@@ -468,10 +471,13 @@ def decode(
     ids_NS: Tensor,  # (N, S) completion tokens
     mask_NS: Tensor,  # (N, S) which of them count
 ) -> list[str]:
-    "Text of each completion, without padding and without the stop token; any other token that was sampled is in it."
+    "Text of each completion, without padding and without the model's own or a special stop token; any other that was sampled is in it."
+    known = self.tokenizer.added_tokens_decoder
+    silent = self.own_stop | {i for i in self.stop if i in known and known[i].special}
     pairs = zip(ids_NS.tolist(), mask_NS.tolist())
-    rows = [[i for i, taken in zip(*pair) if taken and i not in self.stop] for pair in pairs]
-    return self.tokenizer.batch_decode(rows, skip_special_tokens=False)
+    rows = [[i for i, taken in zip(*pair) if taken and i not in silent] for pair in pairs]
+    how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return self.tokenizer.batch_decode(rows, **how)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #42cc4880
 @patch
