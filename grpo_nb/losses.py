@@ -536,6 +536,13 @@ class LossConfig:
             raise ValueError(f"Policy loss {self.policy_loss!r} needs options {missing}.")
         return default | given
 
+    @property
+    def pulls(self) -> bool:
+        "Whether a step of advantage 0 has a gradient too, as in `dro`."
+        x, advantage_N = torch.full((2, 1), 0.1), torch.tensor([1.0, 0.0])
+        told = {"logp_NS": 0 * x, "old_logp_NS": -x}
+        return bool(_policy_term(self, x, advantage_N, x > 0, **told)[1].any())
+
     def bounds(self) -> dict[str, float]:
         "The bounds of the ratio that are in force, for the log: what was left at its default included."
         a = self.arguments()

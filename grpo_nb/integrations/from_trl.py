@@ -71,6 +71,8 @@ def config_from_trl(
             f"warmup_steps={warmup:g} are taken as rollouts: for as many optimizer steps set optimizer.warmup={round(warmup / updates)}"
         )
     ours |= _trl_optimizer(s, steps) | _trl_loss(s) | _trl_policy(s)
+    if not s.take("shuffle_dataset", "tasks.shuffle", True):
+        ours["tasks.shuffle"] = False
     ours["advantage.mode"] = _trl_advantage(s)
     ours["advantage.weights"] = s.take("reward_weights", "advantage.weights")
     return s.reading(ours, _TRL_REASONS, _batch_text(prompts, group, updates), notes)
@@ -181,7 +183,7 @@ def _trl_loss(s: Settings) -> dict[str, Any]:
     return bounds | {
         "update.mask_truncated": masked, "update.loss.count_empty": masked and aggregation not in ("token_mean", "bnpo"),
         "update.loss.policy_loss": loss, "update.loss.aggregation": aggregation, "update.loss.max_length": length if aggregation == "dr_grpo" else None,
-        "update.loss.level": level, "update.loss.kl_coef": kl, "update.loss.kl_importance": kl > 0,
+        "update.loss.level": level, "update.loss.kl_coef": kl, "update.loss.kl_importance": s.take("use_bias_correction_kl", "update.loss.kl_importance", True) and kl > 0,
         "update.loss.entropy_coef": s.take("entropy_coef", "update.loss.entropy_coef", 0.0),
     }  # fmt: skip
 

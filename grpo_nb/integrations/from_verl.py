@@ -90,6 +90,7 @@ def _verl_data(s: Settings) -> dict[str, Any]:
         "tasks.train": only(train),
         "tasks.eval": only(held),
         "tasks.prompt": s.take("data.prompt_key", "tasks.prompt"),
+        "tasks.shuffle": None if s.take("data.shuffle", "tasks.shuffle", True) else False,
     }
     if isinstance(ours["tasks.train"], (list, tuple)):
         ours |= {
