@@ -259,19 +259,13 @@ def _warn_one_group(r: GroupedRewards) -> None:
 @patch
 def _whiten(self: GroupedRewards, s_NK: Tensor, eps: float = 1e-4, ddof: int = 1) -> Tensor:
     "(s - mean of the batch) / (std of the batch + eps), over responses; exactly 0 where a group is constant."
-    mean, std = self._batch_mean_std(s_NK, ddof)
+    b = self._batch_stats(s_NK, ddof)  # 0 where it is rounding: weights say of what size
+    mean = torch.where(b.mean.abs() <= 1e-12 * b.max.maximum(-b.min), 0.0, b.mean)
+    noise = 1e-12 * sum(map(abs, self.weights_R)) + 1e-13 * mean.abs()
+    std = torch.where(b.std > noise, b.std, 0.0)
     own = group_stats(torch.where(self.ok_NK, s_NK, torch.nan), self.groups)
     varies_PK = (own.spread > 0) | (own.count == 1) & (self.singleton == "raw")
     return torch.where(self.groups.expand(varies_PK), _divide(s_NK - mean, std, eps), 0.0)
-
-
-@patch
-def _batch_mean_std(self: GroupedRewards, s_NK: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
-    "Mean and deviation of the batch, 0 where they are rounding: sums of normalised rewards are of the size of the weights."
-    b = self._batch_stats(s_NK, ddof)
-    mean = torch.where(b.mean.abs() <= 1e-12 * b.max.maximum(-b.min), 0.0, b.mean)
-    noise = 1e-12 * sum(map(abs, self.weights_R)) + 1e-13 * mean.abs()
-    return mean, torch.where(b.std > noise, b.std, 0.0)
 
 # %% ../nbs/method/01_advantages.ipynb #29ef814b
 @ADVANTAGES.register("gdpo_verl")

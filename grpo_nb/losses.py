@@ -519,8 +519,7 @@ class LossConfig:
             raise ValueError(
                 f"ratio_max={cap} is an absolute cap and must not lie below the clip's bound {upper}."
             )
-        zero, one = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
-        _policy_term(self, zero, zero, one, logp_NS=zero, old_logp_NS=zero)  # refuses wrong options
+        _ = self.pulls  # refuses wrong options
         _warn_by_length(self)
 
     def arguments(self) -> dict:

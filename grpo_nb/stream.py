@@ -95,13 +95,6 @@ def open_tasks(
     if isinstance(source, (str, os.PathLike)) or table and not isinstance(source, Taskset):
         return Taskset.load(source, prompt=prompt)
     listed = hasattr(type(source), "__len__") and hasattr(type(source), "__getitem__")
-    if (
-        listed
-        and not isinstance(source, Mapping)
-        and len(source)
-        and isinstance(source[0], Mapping)
-    ):
-        return Taskset.load(list(source), prompt=prompt)
     if not listed or isinstance(source, Mapping):
         raise ValueError(
             f"Tasks are a path, a list of dicts with a prompt, a datasets.Dataset, a DataFrame, a Taskset, or a stream with "
@@ -109,7 +102,8 @@ def open_tasks(
         )
     if not len(source):
         raise ValueError("There are no tasks in it: the list is empty.")
-    return source
+    rows = isinstance(source[0], Mapping)
+    return Taskset.load(list(source), prompt=prompt) if rows else source
 
 # %% ../nbs/method/02_stream.ipynb #5a6d1474
 SMALL = 10**5  # tasks that are all looked at before training

@@ -354,10 +354,8 @@ def _read_math(text: str, limit: int) -> Any:  # a sympy object; None if it cann
 
     how = NormalizationConfig(malformed_operators=True, nits=True)  # no unit is dropped
     latex = [LatexExtractionConfig(normalization_config=how)]
-    text = text.translate(_SIGNS)
-    text = re.sub(
-        r"(\\sqrt(?: ?\[\w+\])?) ?([0-9]+(?:\.[0-9]+)?)", r"\1{\2}", text
-    )  # not the root of 1, times 5
+    root = r"(\\sqrt(?: ?\[\w+\])?) ?([0-9]+(?:\.[0-9]+)?)"  # of 15, not of 1 times 5
+    text = re.sub(root, r"\1{\2}", text.translate(_SIGNS))
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):  # else degrees are a unit
         text = re.sub(r"([0-9.]+) ?(?:\^ ?\{?\\circ\}?|°)", r"(\1\\pi/180)", text)
     if "\\begin" not in text:
@@ -476,11 +474,6 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     except (Exception, TimeoutException):
         return False  # what cannot be read or compared in its limits is not equal
 
-
-def _warm_up_math() -> None:
-    "The first comparison of a process takes seconds on a busy machine."
-    _same_math(_read_math("(x-1)(x+1)", 60), _read_math("x^2-1/3", 60), 60)
-
 # %% ../nbs/method/02_verifiers.ipynb #be6a76c8
 @REWARDS.register(force=True)
 def math_equivalence(
@@ -497,7 +490,8 @@ def math_equivalence(
     from math_verify.errors import TimeoutException
 
     check = lambda task: _accepted_answers(task[column], column, find)
-    how = dict(own_process=True, warm_up=_warm_up_math, check=check)
+    warm_up = partial(_equal_math, "(x-1)(x+1)", "x^2-1/3", 60)  # the first one takes seconds
+    how = dict(own_process=True, warm_up=warm_up, check=check)
 
     @reward_function(name="math_equivalence", needs=[column], **how)
     def reward(completion, **columns):

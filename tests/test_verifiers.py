@@ -189,7 +189,7 @@ import os, sys, time
 import reasoning_gym
 from math_verify import parse, verify
 from reasoning_gym.factory import DATASETS
-from grpo_nb.verifiers import _gym_scorer, _gym_value, _warm_up_math, math_equivalence
+from grpo_nb.verifiers import _gym_scorer, _gym_value, math_equivalence
 
 ran = []
 def hook(event, args):
@@ -203,7 +203,7 @@ evil = "__import__('os').environ.update(SEEN='1')"
 texts = [evil, f"[{evil}]", f"1+{evil}", f"({evil})", f"1\\n{evil}", f'{{"a": {evil}}}', "9**9**9**9", "1/0",
          "(" * 5000, "[" * 100000, "9" * 10**5, "", None, "nan", "inf", "nan+nanj", "1e999", "qwertz"]
 refused = []
-_warm_up_math()
+math_equivalence().reward_options["warm_up"]()
 for name, (kind, _) in sorted(DATASETS.items()):
     if name == "composite":  # its entries name the dataset that they come from
         continue
