@@ -65,6 +65,8 @@ def train(
     processes: int = 1,  # of that run, for trl
 ) -> GRPO:
     "Run a recipe: train, evaluate before and after, write the record and the plots."
+    if processes != 1 and library != "trl":
+        raise ValueError("--processes is of a run of trl: give --from trl, or leave it out.")
     if library is None:
         config = load_config(recipe, overrides)
     else:
@@ -167,9 +169,13 @@ def _compare(
     config, block = _open_block(recipe, overrides)
     block = {"dir": "runs/compare", "workers": 1, **_read_block(block)}
     block |= {k: v for k, v in given.items() if v is not None}
-    # what the command line says comes last
-    config = override(config, flat_keys(block.pop("base", {})))
-    config = override(config, [o for o in overrides if not o.startswith("compare.")])
+    base, ours = flat_keys(block.pop("base", {})), [o for o in overrides if o[:8] != "compare."]
+    fixed = "seed steps max_seconds threads eval.every run.dir run.if_exists".split()
+    if dead := [k for k in [*base, *(o.partition("=")[0] for o in ours)] if k in fixed]:
+        raise ValueError(
+            f"{dead[0]} has no effect in a comparison: set compare.seeds, budget, eval_every, threads or dir."
+        )
+    config = override(override(config, base), ours)  # what the command line says comes last
     title = str(block.pop("title", "Comparison"))
     shown = {k: block.pop(k) for k in ("baseline", "margin") if k in block}
     dir = Path(block["dir"]).expanduser()
@@ -304,12 +310,24 @@ def _join(command: str) -> None:
         )
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    "The arguments in any order: a word that is no key=value is the recipe, the checkpoint or the tasks."
+    a, rest = _make_parser().parse_known_args(argv)
+    free = vars(a).get("overrides")
+    if odd := [w for w in rest if free is None or w.startswith("-")]:
+        how = "" if free is None else ": keys are set without dashes, as in steps=100"
+        raise ValueError(f"Unknown argument {odd[0]!r}{how} (help: grpo-nb {a.command} --help).")
+    names = [k for k in ("recipe", "checkpoint", "tasks") if k in a]
+    words = [w for k in names if (w := getattr(a, k))] + [*(free or ()), *rest]
+    keys = [w for w in words if "=" in w and not os.path.exists(w)]  # a file may be called K=1
+    named = [w for w in words if w not in keys]
+    vars(a).update(dict.fromkeys(names) | dict(zip(names, named)))
+    a.overrides = keys + named[len(names) :]  # which then are refused
+    return a
+
+
 def _run_command(a: argparse.Namespace) -> int:
     "Carry out a parsed command."
-    first = {"train": "recipe", "config": "recipe", "eval": "tasks"}.get(a.command, "command")
-    if "=" in (getattr(a, first) or ""):  # no recipe, no tasks
-        a.overrides = [getattr(a, first), *a.overrides]
-        setattr(a, first, None)
     _join(a.command)
     if a.command == "config":
         _print_config(a.recipe, a.overrides)
@@ -317,11 +335,11 @@ def _run_command(a: argparse.Namespace) -> int:
         return 130 if train(a.recipe, a.overrides, a.library, a.processes).interrupted else 0
     elif a.command == "eval":
         held_out = [] if a.tasks is None else [f"tasks.eval={a.tasks}"]
-        trainer = GRPO.load(a.checkpoint, [*a.overrides, *held_out])
+        trainer = GRPO.load(a.checkpoint or "", [*a.overrides, *held_out])
         with contextlib.closing(trainer.rewards):
             say(_score_table({f"step {trainer.step_done}": trainer.evaluate()}))
     elif a.command == "what-if":
-        found = what_if(a.run, a.advantage.split(","), a.filter)
+        found = what_if(a.run, a.advantage.replace(" ", "").split(","), a.filter)
         for table in (found.table(), found.filtering()):
             print(table.to_string(float_format="{:.3f}".format), end="\n\n")
         print(
@@ -349,9 +367,9 @@ def _run_command(a: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     "Entry point of `grpo-nb`: the exit code of the given arguments, or of the command line."
     try:
-        code = _run_command(_make_parser().parse_args(argv))
+        code = _run_command(_parse(argv))
         _leave_processes()
-        sys.stdout.flush()
+        print(end="", flush=True)  # also where nothing is printed to
         return code
     except BrokenPipeError:  # grpo-nb config | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit

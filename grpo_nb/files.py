@@ -56,6 +56,8 @@ def writable(
     make: bool = True,  # now, with those above it; False: only look whether that can be
 ) -> Path:  # resolved
     "A folder that can be written: the end of a computation is no time to learn that it cannot."
+    if not os.fspath(path):
+        raise ValueError(f"{name} is empty: name a folder.")
     path = Path(os.path.realpath(os.path.expanduser(path)))
     try:
         at = next(p for p in (path, *path.parents) if p.exists())
