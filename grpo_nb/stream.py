@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -107,6 +108,7 @@ def open_tasks(
 
 # %% ../nbs/method/02_stream.ipynb #5a6d1474
 SMALL = 10**5  # tasks that are all looked at before training
+_OF_MODELS = {"tools", "image", "images", "chat_template_kwargs"}  # columns that TRL gives to them
 
 
 def check_tasks(
@@ -118,6 +120,10 @@ def check_tasks(
     "Error for the first task that cannot be trained on, with its place."
     where = getattr(getattr(tasks, "rows", None), "where", "task {}".format)
     kinds: dict[str, str] = {}
+    unseen = _OF_MODELS & {*getattr(tasks, "column_names", ())} - {*needs} if encode else ()
+    if unseen:
+        said = f"The model does not see the columns {sorted(unseen)}: prompts are text or messages."
+        warnings.warn(said, stacklevel=3)
     for start in range(0, len(tasks), 1024):
         part = tasks[start : start + 1024]
         for i, task in enumerate(part, start):

@@ -341,6 +341,7 @@ def test_failing_wandb_never_stops_training(tmp_path, monkeypatch, fails):
     if fails:
         getattr(stub, fails).side_effect = ConnectionError("gone")
     monkeypatch.setitem(sys.modules, "wandb", stub)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with Run.create(tmp_path / "r", {"a": 1}, wandb="offline") as run:
@@ -349,9 +350,8 @@ def test_failing_wandb_never_stops_training(tmp_path, monkeypatch, fails):
                 run.log_samples(step, [dict(group=0, completion="c", rewards={"acc": 1.0})])
     assert len(run.frame()) == 3 and run.status["state"] == "finished"
     told = [str(w.message) for w in caught if "wandb" in str(w.message)]
-    events = run.events()
-    assert len(told) == (1 if fails else 0)
-    assert (events.kind == "warning").sum() == len(told)
+    assert len(told) == (1 if fails else 0) == (run.events().kind == "warning").sum()
+    assert stub.init.call_args.kwargs["project"] == "mine"
     if fails is None:
         sent = [call.args[0] for call in stub.log.call_args_list]
         assert sent[0]["kl_old/1"] == 0.2 and run.status["wandb_id"] == "abc"

@@ -223,7 +223,8 @@ class _Wandb:
         how = {"console": "off"} | ({"silent": True} if self.mode != "online" else {})
         # the command line, the user and the address of the repository stay here
         how |= {"x_disable_meta": True, "x_disable_machine_info": True, "disable_git": True}
-        args = {"project": "grpo_nb", "dir": str(run.dir), "name": run.name, "config": config}
+        project = os.environ.get("WANDB_PROJECT") or "grpo_nb"
+        args = {"project": project, "dir": str(run.dir), "name": run.name, "config": config}
         if id := run.status.get("wandb_id"):
             args |= {"id": id, "resume": "allow"}
         self.run = wandb.init(**args, mode=self.mode, settings=wandb.Settings(**how))
