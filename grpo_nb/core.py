@@ -200,12 +200,9 @@ class Registry(dict):
 
     def __missing__(self, name):
         said = unknown_name(self.kind, name, self)
-        own = (
-            ""
-            if "Did you mean" in said
-            else " Register your own first, for a command in mine.py (python mine.py train)."
-        )
-        raise ValueError(said + own)
+        if "Did you mean" not in said:
+            said += " Register your own first, for a command in mine.py (python mine.py train)."
+        raise ValueError(said)
 
     def resolve(self, given: str | Callable) -> tuple[str, Any]:
         "Name and component, of a registered name or of a function itself."
@@ -315,10 +312,8 @@ class Rollout:
                     raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)} {x.dtype}.")
         if self.group_N.is_floating_point():
             raise ValueError(f"group_N must be (N,) integers, got {self.group_N.dtype}.")
-        if (
-            self.mask_NS.dtype != torch.bool
-            and not ((self.mask_NS == 0) | (self.mask_NS == 1)).all()
-        ):
+        mask = self.mask_NS
+        if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
             raise ValueError(f"mask_NS must be (N, S) of 0 and 1, got {self.mask_NS.dtype}.")
         self.mask_NS = self.mask_NS.bool()
         for name, value in self.columns().items():

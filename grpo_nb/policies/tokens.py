@@ -248,14 +248,11 @@ def push_to_hub(self: TokenPolicy, repo: str, private: bool = True, **kwargs) ->
 @patch
 def settings(self: TokenPolicy) -> dict:
     "What it is made of and how it samples, by the keys of a recipe's policy section."
-    device = self.device
     names = "max_new_tokens temperature top_k top_p chat system_prompt chunk_tokens share_prefix"
     return {
-        "model": self.source
-        if self.stop == sorted(self.own_stop)
-        else None,  # a recipe has no stop
+        "model": self.source if {*self.stop} == self.own_stop else None,  # a recipe has no stop
         "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
-        "device": str(device) if device.index else device.type,
+        "device": str(self.device) if self.device.index else self.device.type,
         **{k: getattr(self, k) for k in names.split()},
         "lora": self.lora_options,
         "autocast": self.network.autocast,
