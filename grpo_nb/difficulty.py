@@ -15,12 +15,7 @@ from fastcore.basics import patch
 from .config import Positive, Share, configuration
 
 # %% ../nbs/method/01_difficulty.ipynb #f55679de
-def _pool_feedback(
-    num_tasks: int,  # N, to refuse indices that do not exist
-    indices: Sequence[int],  # tasks, repeats allowed
-    values: Sequence[float],  # pass rates; NaN is ignored
-    counts: Sequence[float] | float = 1.0,  # samples behind each value; one number for all
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pool_feedback(num_tasks: int, indices, values, counts=1.0) -> tuple[np.ndarray, ...]:
     "Check feedback and pool what belongs to the same task: (V,) distinct tasks, pass rates, samples."
     index, value = np.asarray(indices).reshape(-1), np.asarray(values, np.float64).reshape(-1)
     _check_feedback(num_tasks, index, value)
@@ -49,14 +44,8 @@ def _check_feedback(num_tasks: int, index: np.ndarray, value: np.ndarray) -> Non
         )
 
 # %% ../nbs/method/01_difficulty.ipynb #d41cf00e
-def _bots_update(
-    evidence_N: np.ndarray,  # (N,) discounted count of solved (or of unsolved) samples; changed in place
-    indices: np.ndarray,  # (V,) distinct tasks of the batch
-    gained_V: np.ndarray,  # (V,) solved (or unsolved) samples of each
-    lamb: float,  # forgetting, in [0, 1]
-    guessed_N: np.ndarray | float = 0.0,  # samples that the interpolation gives to all other tasks
-) -> None:
-    "One step of the BOTS recursion (arXiv 2510.26374) for one side of the Beta posterior."
+def _bots_update(evidence_N, indices, gained_V, lamb: float, guessed_N=0.0) -> None:
+    "One step of the BOTS recursion (arXiv 2510.26374) for one side of the Beta posterior, in place: `gained_V` samples of the batch's tasks, `guessed_N` of all others."
     own = (1 - lamb) * evidence_N[indices] + gained_V
     evidence_N *= 1 - lamb
     evidence_N += guessed_N

@@ -473,11 +473,7 @@ def sampling_ratio(
 
 # %% ../nbs/method/01_losses.ipynb #7b6cf868
 def _sampling_metrics(
-    old_logp_NS: Tensor,  # (N, S) of the trainer
-    sampler_logp_NS: Tensor,  # (N, S) of the program that sampled
-    mask_NS: Tensor,  # (N, S) steps that count
-    ratio_NS: Tensor | None = None,  # (N, S) of `sampling_ratio`
-    level: str = "token",  # what has a ratio: "token" or "sequence"
+    old_logp_NS, sampler_logp_NS, mask_NS, ratio_NS=None, level: str = "token"
 ) -> dict[str, Metric]:
     "How far trainer and sampler are apart, nats per token, and the ratios that are used, by TRL's names."
     mask_NS = mask_NS.bool()

@@ -155,13 +155,8 @@ class SafetyOracle:
         return float(any(risk >= self.threshold for risk in worst))
 
 # %% ../nbs/method/02_ranking.ipynb #8718b742
-def _violation_matrix(
-    lists: Sequence[ParsedList],  # (N)
-    oracle: SafetyOracle,  # what is risky
-    avoid: Sequence[Iterable[str]],  # (N) traits each user avoids
-    num_ranks: int,  # K
-) -> np.ndarray:  # (N, K) in [0, 1]; 0 for malformed lines and missing ranks
-    "How far each rank of N lists violates."
+def _violation_matrix(lists, oracle: SafetyOracle, avoid, num_ranks: int) -> np.ndarray:
+    "How far each rank of N lists violates what its user avoids: (N, K) in [0, 1], 0 for malformed lines and missing ranks."
     value_NK = np.zeros((len(lists), num_ranks))
     for n, (parsed, traits) in enumerate(zip(lists, avoid, strict=True)):
         for k, item in enumerate(parsed.ranked):

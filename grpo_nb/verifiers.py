@@ -71,6 +71,12 @@ def _after_marker(text: str, marker: str) -> str | None:
     _, found, tail = text.rpartition(marker)
     return tail.split("\n", 1)[0].strip() if found else None
 
+
+def _said(text: str, asked: str = "") -> str:
+    "What stands behind the thoughts, if these are not asked for; nothing if the last one is not closed."
+    after = text.rpartition("</think>")[2]
+    return text if "think" in asked else "" if "<think>" in after else after
+
 # %% ../nbs/method/02_verifiers.ipynb #58834233
 def _filled(who: str, **options: str) -> None:
     "Refuse an option that is no text."
@@ -85,60 +91,24 @@ class _AnswerFinder:
     def __init__(self, extract: str | Callable, tag: str, marker: str):
         _filled("The way to extract an answer", tag=tag, marker=marker)
         ways = {
-            "whole": str.strip,
-            "tags": lambda text: _between_tags(text, tag),
-            "marker": lambda text: _after_marker(text, marker),
+            "whole": lambda text: _said(text).strip(),
+            "tags": lambda text: _between_tags(_said(text, tag), tag),
+            "marker": lambda text: _after_marker(_said(text, marker), marker),
         }
         self.own = callable(extract)
         self.way = extract if self.own else ways[one_of("way to extract an answer", extract, ways)]
 
     def __call__(self, completion: Any, columns: Mapping = {}) -> str | None:
         "The answer that a completion gives; None = there is none."
-        text = _with_open_tag(completion, columns)
-        thinks = not self.own and text.rfind("<think>") > text.rfind("</think>")
-        found = None if thinks else self.way(text)  # it was cut before it answered
+        found = self.way(_with_open_tag(completion, columns))
         if found is not None and not isinstance(found, str):
             raise ValueError(f"extract must return text or None, got {_shown(found)}.")
-        return found
+        return found and _said(found)
 
     def reference(self, text: str) -> str:
         "The answer in a reference; one without tag or marker is the answer, and a function of yours is not asked."
         found = None if self.own else self.way(text)
         return text if found is None else found
-
-# %% ../nbs/method/02_verifiers.ipynb #d4c50426
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-_WRAPPED = re.compile(
-    r"(\$\$?|\*\*?|__|`)(?P<a>.+)\1\.?|\\\((?P<b>(?:(?!\\\)).)+)\\\)\.?|\\\[(?P<c>(?:(?!\\\]).)+)\\\]\.?"
-    r"|\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|underline) ?\{(?P<d>(?:[^{}]|\{[^{}]*\})*)\}\.?",
-    re.DOTALL,
-)
-_PLAIN = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)} | {0x2212: "-", 0x3000: " "}
-_PART = re.compile("(^|[-+0-9$€£¥₹] ?)([¼-¾⅐-⅞])")  # as in 3½, not as in x^½
-
-
-def _last_box(text: str) -> str:
-    "What stands in the last box; nothing if it is not closed."
-    start, depth = [m.end() for m in _BOX.finditer(text)][-1], 0
-    if text[start : start + 1] != "{":  # \boxed 5
-        return re.match(r"[^\s${}\\]*", text[start:])[0].rstrip(".,")
-    for brace in re.finditer(r"\\.|[{}]", text[start:]):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth <= 0:
-            return text[start + 1 : start + brace.start()]
-    return ""
-
-# %% ../nbs/method/02_verifiers.ipynb #f8d3c93a
-def _bare(text: str) -> str:
-    "An answer without box, dollars or emphasis round it, in single spaces; empty if there is none."
-    text = text.translate(_PLAIN).strip()
-    if _BOX.search(text):
-        text = text.rpartition("</think>")[2].strip()  # what was thought is no answer
-        text = _last_box(text).strip() if _BOX.search(text) else text
-    while (match := _WRAPPED.fullmatch(text)) and (not match[1] or match[1] not in match["a"]):
-        text = (match["a"] or match["b"] or match["c"] or match["d"]).strip()
-    text = _PART.sub(lambda m: f"{m[1]} {unicodedata.normalize('NFKC', m[2])}", text)
-    return " ".join(text.replace("⁄", "/").split())
 
 # %% ../nbs/method/02_verifiers.ipynb #fc93cdbb
 _UNITS = """$ dollar dollars USD; € euro euros EUR; £ GBP; ¥ yen JPY; ₹ rupees INR; cent cents
@@ -147,6 +117,11 @@ meter meters metre metres m; inch inches; ft foot feet; yd yard yards; mi mile m
 lb lbs pound pounds; oz ounce ounces; ml; liter liters litre litres L; ms; sec second seconds s; min mins minute minutes
 hr hour hours h; unit units; day days; week weeks; month months; year years; km/h kmh; m/s; mph"""
 _UNIT = {name: unit.split()[0] for unit in re.split("[;\n]", _UNITS) for name in unit.split()}
+_MULTIPLE = "(?:hundred|thousand|million|billion|trillion|dozen)s?"
+_COUNTED = re.compile(  # apples, but no word that multiplies, divides or doubts
+    rf"(?!{_MULTIPLE}$|ones$|tens$|halves$|thirds$|quarters$|\w*times$|always$|perhaps$|\w*ths$)[a-z]{{2,}}[a-rtv-z]s"
+    "|people|children|men|women"
+)
 _NUMBER = re.compile(
     r"(?P<sign>[-+]?) ?(?:(?P<money>[$€£¥₹]) ?)?(?P<minus>[-+]?)(?:"
     r"(?P<digits>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?: [0-9]{3}){2,}|[0-9]*)(?P<decimals>\.[0-9]+)?"
@@ -159,13 +134,14 @@ _NUMBER = re.compile(
 def _quantity(text: str) -> tuple[Fraction, str] | None:
     "The value of a decimal, fraction or mixed number, and its unit, which may be empty; None = no plain number."
     text = re.sub(r"\\(?:text|mathrm)\s?\{([^{}]*)\}|\\[,; \\]|(?<=[^~])~(?!~)", r" \1", text)
-    text = " ".join(text.replace("\\", "").replace("{,}", ",").split())
+    command, text = "\\" in text, " ".join(text.replace("\\", "").replace("{,}", ",").split())
     match = _NUMBER.fullmatch(text) if len(text.replace(" ", "")) <= 100 else None
     if match is None or match["sign"] and match["minus"]:
         return None
     units = [match["money"], _UNIT.get(match["unit"], match["unit"])]
     value = None if match["exponent"] and not match["unit"] else _plain_value(match)
-    if value is None or all(units) or units[1] and units[1] not in _UNIT.values():
+    known = units[1] in ("", *_UNIT.values()) or not command and _COUNTED.fullmatch(units[1])
+    if value is None or all(units) or not known:
         return None
     unit = (units[0] or units[1]) + match["exponent"].strip("^{}").translate({178: "2", 179: "3"})
     return (-value if "-" in (match["sign"], match["minus"]) else value), unit
@@ -197,6 +173,53 @@ def _without_unit(text: str) -> tuple[str, str]:
     if not formula or unit not in _UNIT.values():
         return text, ""
     return formula, unit + (match[3] or {None: "", "cubic": "3"}.get(match[1], "2"))
+
+# %% ../nbs/method/02_verifiers.ipynb #d4c50426
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_WRAPPED = re.compile(
+    r"(\$\$?|\*\*?|__|`)(?P<a>.+)\1\.?|\\\((?P<b>(?:(?!\\\)).)+)\\\)\.?|\\\[(?P<c>(?:(?!\\\]).)+)\\\]\.?"
+    r"|\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|underline) ?\{(?P<d>(?:[^{}]|\{[^{}]*\})*)\}\.?",
+    re.DOTALL,
+)
+_PLAIN = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)} | {0x2212: "-", 0x3000: " "}
+_PART = re.compile("(^|[-+0-9$€£¥₹] ?)([¼-¾⅐-⅞])")  # as in 3½, not as in x^½
+_BEHIND = re.compile(  # any unit but $, which would close a formula
+    r"(?:\$|\\[)\]])?(?:[\s~]|\\[,;: ])*(?:\\(?:text|mathrm|mbox)\s?\{\s*)?"
+    rf"\\?((?:{_MULTIPLE}|{'|'.join(map(re.escape, [*_UNIT][1:]))})(?![A-Za-z])(?:\^\{{?[23]\}}?|[²³])?)"
+)
+
+
+def _with_neighbours(before: str, answer: str, after: str) -> str:
+    "An answer with the minus before and the unit or multiple behind its box or dollars."
+    if re.search(r"(?:^|[\s=(:$])[-\u2212]$", before):
+        answer = f"-({answer})" if _quantity(answer) is None else f"-{answer}"
+    behind = re.search(r"\d\}?$", answer) and _BEHIND.match(after)
+    return rf"{answer}\text{{ {behind[1]}}}" if behind else answer
+
+
+def _last_box(text: str) -> str:
+    "What stands in the last box, with its neighbours; nothing if it is not closed."
+    box, depth = [*_BOX.finditer(text)][-1], 0
+    before, rest = text[: box.start()], text[box.end() :]
+    if not rest.startswith("{"):  # \boxed 5
+        inside = re.match(r"[^\s${}\\]*", rest)[0]
+        return _with_neighbours(before, inside.rstrip(".,"), rest[len(inside) :])
+    for brace in re.finditer(r"\\.|[{}]", rest):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth <= 0:
+            at = brace.start()
+            return rest[1:at] and _with_neighbours(before, rest[1:at], rest[at + 1 :])
+    return ""
+
+# %% ../nbs/method/02_verifiers.ipynb #f8d3c93a
+def _bare(text: str) -> str:
+    "An answer without box, dollars or emphasis round it, in single spaces; empty if there is none."
+    text = text.translate(_PLAIN).strip()
+    text = _last_box(text).strip() if _BOX.search(text) else text
+    while (match := _WRAPPED.fullmatch(text)) and (not match[1] or match[1] not in match["a"]):
+        text = (match["a"] or match["b"] or match["c"] or match["d"]).strip()
+    text = _PART.sub(lambda m: f"{m[1]} {unicodedata.normalize('NFKC', m[2])}", text)
+    return " ".join(text.replace("⁄", "/").split())
 
 # %% ../nbs/method/02_verifiers.ipynb #4ada210a
 def _number_texts(value: Any) -> list[str]:
@@ -268,7 +291,9 @@ _ANNOUNCED = re.compile(  # before the answer of a sentence
 )
 _SECOND = re.compile(r"(?i)\d,? (?:and|or) [a-z]\w? (?:is|=|equals)$")  # x is 5 and y is 6
 _EMPHASIS = r"(?<!\S)(?:\*\*?|`)(?=\S)|(?<=\S)(?:\*\*?|`)(?=[.,:]?(?:\s|$))"
-_ONE_OF_SEVERAL = re.compile(r"(?:\$|\\\)|\\\])\s*(?:[,;]?\s*(?:and|or)|[,;])\s*$")  # $5$ or $6$
+_ONE_OF_SEVERAL = re.compile(  # $5$ or $6$, about $5$
+    r"(?:\$|\\\)|\\\])\s*(?:[,;]?\s*(?:and|or)|[,;])\s*$|\b(?:about|around|approximately|roughly|nearly|almost)\s*$"
+)
 
 
 def _is_prose(text: str) -> bool:
@@ -278,15 +303,15 @@ def _is_prose(text: str) -> bool:
     number = r"(?:[0-9.]+|\|[0-9]{2}|\|\{[0-9]+\}\{[0-9]+\})"  # or a fraction
     factor = rf"[(\[] ?{number} ?\|?[)\]]"  # 2(3), (2)(3), (2)3
     factors = rf"(?:(?<![_^.0-9])[0-9.]+|(?<![|\w]){factor}) ?\|?{factor}(?! ?\^)|(?<![|\w]){factor} ?[0-9]"
-    odd = r"[A-Za-z]{3,}|[0-9]\s+[0-9]|[0-9)}]\s*_|(?<!\|)(?<!\| )[A-Za-z][0-9]|\.[0-9]*\.|(?<!\\)\$|\\[(\[]|['\"]"
-    odd_in_latex = r"\\(?:[lc]?dots|approx|equiv|sim|prime|phantom|gcd)(?![A-Za-z])|^~|~~"
+    odd = r"[A-Za-z]{3,}|^[A-Za-z] ?[A-Za-z]$|[0-9]\s+[0-9]|[0-9)}]\s*_|(?<!\|)(?<!\| )[A-Za-z][0-9]|\.[0-9]*\.|(?<!\\)\$|\\[(\[]|['\"]"
+    odd_in_latex = r"\\(?:[lc]?dots|approx|equiv|sim|prime|phantom|gcd)(?![A-Za-z])|^~|~~|\\partial|frac\{d[^{}]*\}\{d"
     lines = "\\\\" in text and "\\begin" not in text
     return lines or bool(re.search(f"{odd}|{factors}", plain) or re.search(odd_in_latex, text))
 
 
 def _mathematics(text: str) -> str:
     "The last piece of mathematics in a text, bare; empty if there is none."
-    text, found = _bare(text.rpartition("</think>")[2]), []
+    text, found = _bare(text), []
     if _DENIED.search(text):
         return text
     for first, last in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
@@ -294,8 +319,10 @@ def _mathematics(text: str) -> str:
         start = text.rfind(first, 0, max(end, 0))
         found += [(end, start, text[start + len(first) : end])] if start >= 0 else []
     if found:
-        _, start, answer = max(found)
-        return text if _ONE_OF_SEVERAL.search(text[:start]) else _bare(answer)
+        end, start, answer = max(found)
+        if _ONE_OF_SEVERAL.search(text[:start]):
+            return text
+        return _bare(_with_neighbours(text[:start], answer, text[end:]))
     if not _is_prose(text) or _quantity(text):
         return text
     *before, last = re.sub(_EMPHASIS, "", text).split()
@@ -518,19 +545,17 @@ def answer_tags(
     if not _names("answer_tags: tags", tags):
         raise ValueError("answer_tags: tags must name at least one tag.")
 
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    gap = r"\s*" if strict else ".*"  # outside of the tags
+    blocks = [".*".join(map(re.escape, marks[i : i + 2])) for i in range(0, len(marks), 2)]
+    compiled = re.compile(gap.join(["", *blocks, ""]), re.DOTALL)
+
     @reward_function(name="answer_tags")
     def reward(completion, **columns):
-        text, at, outside = _with_open_tag(completion, columns), 0, ""
-        if "prompt" not in columns and f"<{tags[0]}>" not in text:
-            text = f"<{tags[0]}>{text}"
-        for tag in tags:
-            first, last = f"<{tag}>", f"</{tag}>"
-            start, end = text.find(first, at), text.find(last, at)
-            if not at <= start < end or text.count(first) != 1 or text.count(last) != 1:
-                return 0.0
-            outside += text[at:start]
-            at = end + len(last)
-        return float(not (strict and (outside + text[at:]).strip()))
+        text = _with_open_tag(completion, columns)
+        if "prompt" not in columns and marks[0] not in text:
+            text = marks[0] + text
+        return float({*map(text.count, marks)} == {1} and compiled.fullmatch(text) is not None)
 
     return reward
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from pathlib import Path
 
@@ -194,3 +195,5 @@ def test_one_process_number_on_two_nodes_is_two_workers():
     frame, summary = parse_filter_logs(text)
     assert frame["accumulated"].tolist() == [5, 16, 7, 18]
     assert [(s["worker"], s["outcome"]) for s in summary["steps"]][0] == ("T pid=12", "cap")
+    alone = re.sub(r"\(T pid=12.*?\) ", "", text)  # no line says whose it is
+    assert {s["worker"] for s in parse_filter_logs(alone)[1]["steps"]} == {""}

@@ -27,6 +27,7 @@ from transformers import (
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Qwen2Config,
 )
 
@@ -188,8 +189,10 @@ def test_autocast_computes_in_bfloat16_and_scores_in_float32():
     assert all(g is not None and g.dtype == torch.float32 for g in grads)
 
 
+EXPERTS = MixtralConfig(**SIZE, **EDGE, num_key_value_heads=2, num_local_experts=4)
 EXTRAS = [
     {},
+    {"r": 4},  # of a model with experts
     {"target_modules": ["q_proj"], "modules_to_save": ["norm", "mlp"]},
     {"modules_to_save": ["lm_head", "embed_tokens"]},  # tied in the model
     {"trainable_token_indices": [3, 4]},
@@ -209,8 +212,9 @@ EXTRAS = [
 @pytest.mark.filterwarnings("ignore:.*(not a linear layer|is_gradient_checkpointing)")
 def test_whatever_peft_trains_is_scored_copied_and_stored(tokenizer, options, tmp_path):
     torch.manual_seed(0)
-    kind = "llama_gqa" if options == {"bias": "all"} else "llama"
-    model = AutoModelForCausalLM.from_config(MODELS[kind], dtype=torch.float32)
+    kind = MODELS["llama_gqa" if options == {"bias": "all"} else "llama"]
+    kind = EXPERTS if options == {"r": 4} else kind
+    model = AutoModelForCausalLM.from_config(kind, dtype=torch.float32)
     if isinstance(options, dict):
         p = TokenPolicy(model, tokenizer, max_new_tokens=6, lora=options)
     else:
@@ -264,11 +268,13 @@ def test_what_cannot_be_merged_or_trained_is_said_before_anything_happens(tokeni
 
 def test_an_adapter_folder_is_trained_on(tokenizer, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(data_path("tiny-llama"))
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    wrapped.save_pretrained(tmp_path)
+    options = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"])
+    peft.get_peft_model(model, options).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     p = TokenPolicy.from_pretrained(tmp_path)
-    assert len(p.parameters()) == 8
+    assert len(p.parameters()) == 17
+    with pytest.raises(ValueError, match="only modules_to_save are trained"):
+        TokenPolicy(AutoModelForCausalLM.from_pretrained(tmp_path), tokenizer)
     p.save_pretrained(tmp_path / "merged")
     assert len(TokenPolicy.from_pretrained(tmp_path / "merged").parameters()) == 38
 

@@ -153,12 +153,7 @@ def latest(root: str | Path) -> Path | None:
     return None
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #00bb3c54
-def _write_checkpoint(
-    root: str | Path,  # folder of checkpoints, made if missing
-    step: int,  # steps done
-    state: Mapping[str, Any],  # part -> tree
-    metrics: Mapping[str, float] | None = None,  # by which the best is chosen later
-) -> Path:
+def _write_checkpoint(root: str | Path, step: int, state: Mapping, metrics: Mapping = {}) -> Path:
     "Write a checkpoint; on any fault nothing is left of it."
     root = Path(root)
     new = root / f".step_{step:08d}.{secrets.token_hex(4)}"
@@ -166,7 +161,7 @@ def _write_checkpoint(
         new.mkdir(parents=True)
         _write_state(new, state)
         known = checkpoints(root)
-        finite = {k: v for k, v in (metrics or {}).items() if v is not None and math.isfinite(v)}
+        finite = {k: v for k, v in metrics.items() if v is not None and math.isfinite(v)}
         order = 1 + (_manifest(known[0])["order"] if known else 0)
         about = {"step": step, "order": order, "metrics": finite, "versions": versions()}
         return _seal(new, _free_path(root / f"step_{step:08d}"), about)

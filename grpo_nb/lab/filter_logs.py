@@ -239,7 +239,8 @@ def _worker_of(line: str, before: str, told: bool, known: Iterable[str] = ()) ->
     "Whose line it is: the worker it names; without a name, that of the lines before (an error is printed by the driver)."
     if found := _TRACEBACK.search(line):  # it always has the node, other lines do not
         whole = " ".join(found.groups())
-        return whole if whole in known else whole.partition(",")[0]
+        name = whole if whole in known else whole.partition(",")[0]
+        return name if any(known) else before  # in a log without names it is nobody else
     found = _WORKER.search(line) if told else None
     return next(filter(None, found.groups())) if found else before
 

@@ -76,13 +76,8 @@ def _cut_text(text: str, limit: int) -> str:
     return f"{head} …[{len(text) - limit} characters left out]… {tail}"
 
 # %% ../../nbs/lab/00_frames.ipynb #dc387dc6
-def _sample_rows(
-    step: int,  # training step
-    rows: Sequence[Mapping] | Mapping[str, Sequence],  # one mapping per sample, or columns
-    max_rows: int = 32,  # samples stored
-    max_chars: int = 20_000,  # characters of text stored, all samples together
-) -> list[dict]:  # rows ready to write
-    "Samples as flat rows within the caps; `rewards: {name: value}` becomes `rewards/<name>`."
+def _sample_rows(step: int, rows, max_rows: int = 32, max_chars: int = 20_000) -> list[dict]:
+    "Samples, one mapping each or columns, as flat rows within the caps (of rows, of characters in all); `rewards: {name: value}` becomes `rewards/<name>`."
     if isinstance(rows, Mapping):
         rows = [dict(zip(rows, v)) for v in zip(*rows.values(), strict=True)]
     keep = _whole_groups([str(row.get("group", i)) for i, row in enumerate(rows)], max_rows)

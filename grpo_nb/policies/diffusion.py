@@ -164,14 +164,8 @@ def _check(self: DiffusionPolicy):
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #bb35636e
 @patch
-def _denoise(
-    self: DiffusionPolicy,
-    x: Tensor,  # (B, ...) states
-    step_B: Tensor,  # (B,) int64 steps of the sampler
-    condition_B: Tensor | None = None,  # (B, ...) conditions
-    frames_BF: Tensor | None = None,  # (B, F) bool: frames that count
-) -> Tensor:  # (B, ...) prediction, in the dtype of `x`
-    "The network's prediction."
+def _denoise(self: DiffusionPolicy, x, step_B, condition_B=None, frames_BF=None) -> Tensor:
+    "The network's prediction for states (B, ...), in their dtype."
     own = next(self.model.parameters()).dtype
     time_B = self.sampler.table(self.sampler.time_T, step_B).to(x.dtype)
     given = [x.to(own), time_B] if condition_B is None else [x.to(own), time_B, condition_B]

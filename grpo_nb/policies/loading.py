@@ -306,6 +306,12 @@ def add_lora(
 def _has_adapters(model: nn.Module) -> bool:
     "Whether layers of the model are wrapped by peft, which have to be at work."
     found = [m for m in model.modules() if type(m).__module__.startswith("peft.")]
+    layers = [m for m in found if ".tuners." in type(m).__module__]
+    trains = lambda parts: any(p.requires_grad for m in parts for p in m.parameters())
+    if layers and trains(found) > trains(layers):  # as transformers reads an adapter's folder
+        raise ValueError(
+            "Of the model's adapters only modules_to_save are trained: model.set_adapter(name) first, or give the folder."
+        )
     if any(True in (getattr(m, k, 0) for k in ("merged", "disable_adapters")) for m in found):
         raise ValueError(
             "The model's adapters are merged or disabled, so they cannot be trained: unmerge_adapter() or enable_adapter_layers() first."
@@ -319,12 +325,13 @@ def _check_extras(model: nn.Module, config):
         f"modules_to_save={m!r}": f"{m}.modules_to_save." for m in config.modules_to_save or ()
     }
     for m in getattr(config, "target_parameters", None) or ():
-        asked[f"target_parameters={m!r}"] = f"{m.rpartition('.')[0] or m}."
+        asked[f"target_parameters={m!r}"] = f"parameter {m.rpartition('.')[2]}."
     if config.bias != "none":
         asked[f"bias={config.bias!r}"] = ".bias"
     if config.trainable_token_indices:
         asked["trainable_token_indices"] = "trainable_tokens_"
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    trained += [f"parameter {getattr(m, 'parameter_name', None)}." for m in model.modules()]
     for option, part in asked.items():
         if not any(part in name for name in trained):
             raise ValueError(f"lora: {option} finds nothing to train in {type(model).__name__}.")

@@ -32,14 +32,8 @@ def _wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 # %% ../../nbs/method/02_policies.samplers.ipynb #14d09496
-def _clean_and_noise(
-    output: Tensor,  # (B, ...) what the network returned
-    x: Tensor,  # (B, ...) the state it was given
-    signal: Tensor,  # (B,) factor of the clean sample in x
-    noise: Tensor,  # (B,) factor of the noise in x
-    prediction: str,  # "x0", "eps", "v" (signal * eps - noise * x0) or "flow" (eps - x0)
-) -> tuple[Tensor, Tensor]:  # x0, eps
-    "Clean sample and noise that a prediction implies, given x = signal * x0 + noise * eps."
+def _clean_and_noise(output, x, signal, noise, prediction: str) -> tuple[Tensor, Tensor]:
+    "Clean sample and noise that a prediction of x0, eps, v (signal * eps - noise * x0) or flow (eps - x0) implies, given x = signal * x0 + noise * eps."
     a, b = per_row(signal, x), per_row(noise, x)
     if prediction == "x0":
         return output, (x - a * output) / b

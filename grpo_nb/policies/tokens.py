@@ -613,14 +613,8 @@ _SCORED = 2**14  # tokens per pass
 
 @patch
 @torch.no_grad()
-def _score_drawn(
-    self: TokenPolicy,
-    prompts: list[list[int]],  # P prompts
-    num_generations: int,  # G
-    drawn: list[tuple[list[int], list[float]]],  # tokens and log-probs of P * G completions
-    greedy: bool = False,  # then the engine's log-probs are not those of the policy
-) -> tuple:  # tokens, mask, log-probs, entropy, and the engine's log-probs, each (N, S)
-    "What an engine drew, as the model sees it; `RatioMismatch` if the engine is of another mind."
+def _score_drawn(self: TokenPolicy, prompts, num_generations: int, drawn, greedy=False) -> tuple:
+    "Tokens, mask, log-probs and entropy of what an engine drew, as the model sees it, and its log-probs; `RatioMismatch` if it is of another mind."
     r = self._as_rollout(prompts, num_generations, drawn)
     rows = micro_batches(r.lengths_N, torch.arange(len(r)), _SCORED)
     scores = [self.logp_entropy(r[part]) for part in rows]
