@@ -7,13 +7,12 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import numpy as np
@@ -106,7 +105,7 @@ def test_cpu_seconds_are_those_of_training(tmp_path):
             return super().step(n)
 
         def evaluate(self):
-            burn(0.15)
+            burn(0.1)
             return super().evaluate()
 
     make = lambda config: Busy(config.seed)
@@ -172,7 +171,7 @@ def test_a_crash_is_reported_and_the_others_go_on(tmp_path):
     assert row[["n", "failed", "pairs"]].tolist() == [2, 1, 2]
     assert "1 of 12 runs failed" in str(table) and "2 (1 failed)" in str(table)
     assert "3 runs ended before the budget: short seed 0 (tasks)" in str(table)
-    assert "the loss is &lt;not&gt; finite" in study.report(tmp_path / "r.html").read_text()
+    assert "the loss is &lt;not&gt; finite" in study.report(tmp_path / "r.html", 3).read_text()
     COUNTS["made"] = 0  # the failed run is tried again, the others are not
     contest(arms, seeds=range(3), budget=Steps(4), dir=tmp_path)
     assert COUNTS["made"] == 1
@@ -398,10 +397,10 @@ def test_scores_by_task_are_stored_and_give_an_interval_for_other_tasks(tmp_path
 # the noise of the baseline, in those of the variants
 @pytest.mark.parametrize("n, noise", [(5, 0.0), (10, 3.0)])
 def test_a_study_of_nothing_finds_nothing_in_95_of_100(n, noise):
-    rng, studies, arms = np.random.default_rng(n), 300, 6
+    rng, studies, arms = np.random.default_rng(n), 150, 6
     x = rng.normal(size=(studies, arms, n)) - noise * rng.normal(size=(studies, 1, n))
     found = [any(verdict(d, arms) in ("higher", "lower") for d in study) for study in x]
-    assert np.mean(found) < 0.09  # three standard errors
+    assert np.mean(found) < 0.1  # three standard errors
     equal = [verdict(d[0] + 1, arms, margin=1.0) == "equal within 1" for d in x]
     assert np.mean(equal) < 0.05  # a true difference of the margin
     if noise == 0:  # without the correction
@@ -418,9 +417,8 @@ def test_reports_escape_what_they_draw(tmp_path):
     arms = {k: {"make.rate": 0.05 * i} for i, k in enumerate(odd, 1)}
     study = contest(arms, seeds=range(2), budget=Steps(3), eval_every=Steps(1), dir=tmp_path / "d")
     assert "<i>" not in study.table()._repr_html_()
-    for title in (3, r"$\frac$<i>{{ 3 }}"):
-        page = study.report(tmp_path / "r.html", title).read_text()
-        assert "<i>" not in page and "{{ 3 }}" in page and r"$\frac$" in page
+    page = study.report(tmp_path / "r.html", r"$\frac$<i>{{ 3 }}").read_text()
+    assert "<i>" not in page and "{{ 3 }}" in page and r"$\frac$" in page
     shown = [t.get_text() for t in study.plot().axes[0].get_legend().get_texts()]
     assert len(shown) == len(odd)
 
@@ -656,26 +654,16 @@ def test_parts_of_a_notebook_reach_workers_and_only_what_was_edited_is_trained_a
     assert float(rewards[2]) == 1.0 and trained == 2
 
 
-SLEEPERS = """
-import os, sys, time
-from grpo_nb.lab.budgets import Steps
-from grpo_nb.lab.compare import compare
+def sleep_in_workers(where):
+    def make(config):
+        def fit(steps):
+            open(os.path.join(where, f"pid-{os.getpid()}"), "w").close()
+            time.sleep(600)
 
-class Sleeper:
-    history, callbacks = [], []
-    def __init__(self, where):
-        self.where = where
-    def fit(self, steps):
-        open(os.path.join(self.where, f"pid-{os.getpid()}"), "w").close()
-        time.sleep(600)
-    def evaluate(self):
-        return {"eval_sampled": 0.5}
+        score = lambda: {"eval_sampled": 0.5}
+        return SimpleNamespace(history=[], callbacks=[], fit=fit, evaluate=score)
 
-if __name__ == "__main__":
-    def make(config, where=sys.argv[1]):
-        return Sleeper(where)
-    compare({"a": {}}, make=make, seeds=2, budget=Steps(1), dir=sys.argv[1] + "/d", workers=2)
-"""
+    compare({"a": {}}, make=make, seeds=2, budget=Steps(1), dir=where + "/d", workers=2)
 
 
 def processes_of(mark):
@@ -697,15 +685,14 @@ def wait_for(condition, seconds=240):
     [(signal.SIGKILL, 0.0), (signal.SIGKILL, 1.5), (signal.SIGTERM, None), (signal.SIGINT, None)],
 )  # seconds after the first worker has begun; None: in the middle of the runs
 def test_no_worker_outlives_the_study(tmp_path, how, when):
-    script, mark = tmp_path / "sleepers.py", str(tmp_path)
-    script.write_text(SLEEPERS)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "MARK": mark}
-    parent = subprocess.Popen([sys.executable, script, tmp_path], env=env)
-    begun = lambda: len(processes_of(mark)) >= 3  # the study, loky's tracker, a worker
+    mark = str(tmp_path)
+    parent = forked.start(tmp_path / "out", sleep_in_workers, mark, env={"MARK": mark})
+    begun = lambda: len(processes_of(mark)) >= 2  # loky's tracker, a worker
     assert wait_for(begun if when is not None else lambda: len(list(tmp_path.glob("pid-*"))) == 2)
     time.sleep(when or 0)
-    parent.send_signal(how)
-    parent.wait(120)
+    os.kill(parent.pid, how)
+    parent.join(120)
+    assert parent.exitcode is not None
     assert wait_for(lambda: not processes_of(mark))
     assert not list(tmp_path.glob("d/*/result.json"))  # being ended is no result
 

@@ -2,13 +2,17 @@
 
 import json
 import re
+from functools import lru_cache, partial
 
+from grpo_nb.applications import motion
 from grpo_nb.cli import main
 
 TINY = "train_batch_size=2 num_generations=4 eval.limit=4 eval.samples=1 compare.seeds=2"
 
 
 def test_a_demo_leaves_pictures_a_report_and_three_sentences(tmp_path, capsys, monkeypatch):
+    imitation = lru_cache(partial(motion.reach_policy, steps=50))
+    monkeypatch.setattr(motion, "_imitation", imitation)
     tiny = [*TINY.split(), "compare.eval_every={samples: 8}", "compare.budget={steps: 2}"]
     tiny += ["--dir", str(tmp_path / "demo"), "--workers", "1"]
     assert main(["demo", *tiny]) == 0

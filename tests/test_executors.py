@@ -5,6 +5,7 @@ import os
 import signal
 from concurrent.futures import Future
 
+import cloudpickle
 import pytest
 from resumed import is_timing
 
@@ -45,30 +46,30 @@ def client():
 
 
 class Deadly:
-    "An executor whose first worker dies in the middle of its job."
+    "An executor whose first worker dies with its job, before it has loaded anything for it."
 
     def __init__(self, client, flag):
         self.client, self.flag = client, flag
 
     def submit(self, function, job):
-        return self.client.submit(die_once, self.flag, function, job)
+        def die_once(flag, work):
+            if not os.path.exists(flag):
+                open(flag, "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            function, job = cloudpickle.loads(work)
+            return function(job)
 
-
-def die_once(flag, function, job):
-    if not flag.exists():
-        flag.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return function(job)
+        return self.client.submit(die_once, str(self.flag), cloudpickle.dumps((function, job)))
 
 
 def test_workers_of_dask_give_the_numbers_of_this_process_also_when_one_is_killed(
     client, here, tmp_path
 ):
-    assert numbers(study(tmp_path / "own", ["fast"], executor=client)) == here[1:]
     before = set(client.run(os.getpid).values())
     there = study(tmp_path / "study", ["slow"], executor=Deadly(client, tmp_path / "died"))
     assert [r["status"] for r in there.runs] == ["done"] and numbers(there) == here[:1]
     assert set(client.run(os.getpid).values()) != before
+    assert numbers(study(tmp_path / "own", ["fast"], executor=client)) == here[1:]
 
 
 def test_jobs_of_submitit_give_the_numbers_of_this_process(here, tmp_path):
