@@ -32,9 +32,8 @@ def _pool_feedback(num_tasks: int, indices, values, counts=1.0) -> tuple[np.ndar
 def _check_feedback(num_tasks: int, index: np.ndarray, value: np.ndarray) -> None:
     if len(index) != len(value):
         raise ValueError(f"{len(index)} indices for {len(value)} values: give one value per index.")
-    if len(index) and (
-        index.dtype.kind not in "iu" or not 0 <= index.min() <= index.max() < num_tasks
-    ):
+    whole = index.dtype.kind in "iu"
+    if len(index) and not (whole and 0 <= index.min() <= index.max() < num_tasks):
         raise ValueError(f"Tasks are integers in 0..{num_tasks - 1}, got {index[:8].tolist()} ...")
     bad = (value < -1e-6) | (value > 1 + 1e-6)
     if bad.any():

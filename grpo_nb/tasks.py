@@ -211,6 +211,7 @@ def _prompt_of(row: Mapping, prompt: str | Callable[[dict], Any]) -> str | list[
 # %% ../nbs/method/01_tasks.ipynb #4ad722ed
 def _check_prompt(value: Any) -> str | list[dict]:
     "A prompt as it is, a chat as new dicts; a ValueError for anything else."
+    value = value.tolist() if hasattr(value, "tolist") else value  # of pandas
     if isinstance(value, str) and value:
         return value
     listed = isinstance(value, (list, tuple)) and len(value)
@@ -265,8 +266,9 @@ def _rows_of(source: Any) -> tuple[Any, str]:
     if isinstance(source, (list, tuple)):
         return _ListRows(source), "list"
     if kind == "Dataset" and hasattr(source, "with_format"):
-        table = source.with_format("arrow")[:]
-        return _TableRows(table, "dataset"), str(source.split or "dataset")
+        made = source.format["type"] == "custom"  # by a transform
+        how, rows = (_ListRows, [*source]) if made else (_TableRows, source.with_format("arrow")[:])
+        return how(rows, "dataset"), str(source.split or "dataset")
     if kind == "Table" and hasattr(source, "column_names"):
         return _TableRows(source, "table"), "table"
     if kind == "DataFrame":  # pandas or polars

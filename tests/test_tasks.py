@@ -97,9 +97,9 @@ def test_chat_prompts_from_every_source(tmp_path):
     import datasets
 
     chat = [{"role": "user", "content": "2+3?"}]
-    rows = [{"prompt": chat, "answer": "5"}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "chat.parquet")
-    for source in (rows, tmp_path / "chat.parquet", datasets.Dataset.from_list(rows)):
+    rows, path = [{"prompt": chat, "answer": "5"}], tmp_path / "chat.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    for source in (rows, path, pq.read_table(path).to_pandas(), datasets.Dataset.from_list(rows)):
         t = Taskset.load(source)
         assert t[0].prompt == chat and t.column_names == ["answer"]
     t[0].prompt[0]["content"] = t[0].columns["answer"] = "9"  # does not change the source
