@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,6 +65,15 @@ def test_imports_stand_in_cells_of_their_own(path):
 def test_no_stored_output_names_a_folder_of_the_machine_that_made_it():
     for path in NOTEBOOKS:
         assert not re.search(r"/\w[\w./-]*\.py:\d+: \w*Warning", path.read_text("utf-8")), path
+
+
+def test_nothing_but_the_house_stands_at_the_top():
+    "Examples that run there leave files."
+    found = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    folders = set("grpo_nb nbs data tests studies .ci".split())
+    files = "CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in Makefile README.md constraints.txt pyproject.toml ruff.toml"
+    files += " settings.ini setup.py .gitattributes .gitignore"
+    assert {name.split("/")[0] for name in found.stdout.split()} <= folders | set(files.split())
 
 
 def test_every_function_of_the_step_fits_a_screen():
