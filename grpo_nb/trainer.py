@@ -551,10 +551,6 @@ def _check_setup(self: GRPO):
     for some in ([t[0] for t in sets if len(t)], [t for part in held_out.values() for t in part]):
         if some:  # else nobody can look at them before they are drawn
             self.rewards.check_tasks(some)
-    unread = {"tools", "chat_template_kwargs"} & self.rewards.task_columns.keys()
-    if unread and hasattr(self.policy, "encode_all"):
-        said = f"The chat template is not given the tasks' {' and '.join(sorted(unread))}: write them into the prompts."
-        warnings.warn(said, stacklevel=3)
     _ = self.passed  # names that are no rewards
     _check_keys(c.advantage, self.rewards.components)
     if (columns := getattr(self.policy, "info_columns", None)) is not None:

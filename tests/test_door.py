@@ -166,9 +166,7 @@ def test_estimators_say_which_of_the_general_options_they_do_not_have(policy):
         GRPO(policy, ROWS, RIGHT, config)  # the trainers of a study: told once
 
 
-def test_weights_in_half_precision_and_columns_for_the_chat_template_are_told(policy):
-    with pytest.warns(UserWarning, match="is not given the tasks' tools: write"):
-        GRPO(policy, [row | {"tools": []} for row in ROWS], RIGHT, SMALL)
+def test_weights_in_half_precision_are_told():
     model = TokenPolicy.from_pretrained(data_path("tiny-llama"), dtype="bfloat16")
     with pytest.warns(UserWarning, match="Weights in torch.bfloat16 lose most updates of lr=0.001"):
         GRPO(model, ROWS, RIGHT, SMALL | {"optimizer.lr": 1e-3})
