@@ -122,8 +122,7 @@ def check_tasks(
     kinds: dict[str, str] = {}
     unseen = _OF_MODELS & {*getattr(tasks, "column_names", ())} - {*needs} if encode else ()
     if unseen:
-        said = f"The model does not see the columns {sorted(unseen)}: prompts are text or messages."
-        warnings.warn(said, stacklevel=3)
+        warnings.warn(f"The model does not see the columns {sorted(unseen)}.", stacklevel=3)
     for start in range(0, len(tasks), 1024):
         part = tasks[start : start + 1024]
         for i, task in enumerate(part, start):

@@ -181,8 +181,7 @@ def _convert_gguf(path: str) -> Path:
         model, tokenizer = _read(path.parent, torch.float32, gguf_file=path.name)
         for name in ("hf_quantizer", "is_quantized"):  # plain numbers by now, which may be saved
             vars(model).pop(name, None)
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
+        vars(model.config).pop("quantization_config", None)
         _keep_folder(model, tokenizer, target)
     return target
 
@@ -247,9 +246,8 @@ def _warn_of_unseen(tokenizer, texts: list[str], seen: set[str]) -> set[str]:
     ids = lambda c: set(tokenizer(c, add_special_tokens=False).input_ids)
     if lost := [c for c in sorted(new) if ids(c) <= {tokenizer.unk_token_id}]:
         what = ", ".join(map(repr, lost[:9]))
-        warnings.warn(
-            f"The tokenizer has no token for {what}: the model cannot see them.", stacklevel=4
-        )
+        said = f"The tokenizer has no token for {what}: the model cannot see them."
+        warnings.warn(said, stacklevel=4)
     return new
 
 # %% ../../nbs/method/02_policies.loading.ipynb #d43a372d
@@ -431,13 +429,17 @@ def _write_adapter(model: nn.Module, path: str | Path):
         raise ValueError("This policy has no adapter: use save_pretrained, or train with lora={}.")
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
-
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     found = {tuple(m.active_adapters) for m in model.modules() if isinstance(m, BaseTunerLayer)}
     if len(found) != 1 or len(names := found.pop()) != 1:
         raise ValueError("Several adapters are active: activate one, model.set_adapter(name).")
     config = copy.copy(model.peft_config[names[0]])
+    if str(config.init_lora_weights).startswith("pissa_niter"):
+        said = (
+            "pissa_niter changed the model's weights at random, and an adapter does not hold them"
+        )
+        raise ValueError(f"{said}: use save_pretrained, or pissa.")
     config.base_model_name_or_path, config.task_type = model.name_or_path, "CAUSAL_LM"
     config.inference_mode = True
     config.save_pretrained(path)

@@ -97,10 +97,8 @@ class TokenPolicy:
         if self.engine is not None:
             self.engine.attach(self)
         if not self.stop:
-            warnings.warn(
-                "The model names no end-of-sequence token, so completions have max_new_tokens tokens: pass stop.",
-                stacklevel=2,
-            )
+            said = "The model names no end-of-sequence token, so completions have max_new_tokens tokens: pass stop."
+            warnings.warn(said, stacklevel=2)
 
     def __repr__(self):
         n = sum(p.numel() for p in self.model.parameters())
