@@ -4,6 +4,7 @@ python .ci/floors.py          lists the rooms, and every arrow that does not go 
 """
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ WINGS = (
 )  # from the bottom up; the method never imports the lab
 
 
+@functools.cache
 def rooms() -> dict[str, tuple[str, int]]:
     "Module name -> wing and floor; the floor is the number in the notebook's name."
     out = {}
