@@ -16,7 +16,8 @@ LOADED = (
     "torch pandas matplotlib.pyplot scipy.stats omegaconf fastcore.test pandas.io.formats.style pyarrow.pandas_compat "
     "PIL.GifImagePlugin PIL.JpegImagePlugin PIL.PpmImagePlugin PIL.BmpImagePlugin IPython.core.application "
     "IPython.core.magics transformers.models.llama.modeling_llama transformers.models.auto.modeling_auto "
-    "transformers.models.auto.tokenization_auto transformers.tokenization_utils_tokenizers"
+    "transformers.models.auto.tokenization_auto transformers.tokenization_utils_tokenizers "
+    "pydantic.dataclasses pydantic.type_adapter pandas.plotting IPython.core.history"
 ).split()
 
 
