@@ -398,7 +398,7 @@ def test_prompts_too_long_for_the_server_are_named_before_anything_is_sent(serve
 def recipe(url, folder, **more):
     engine = {"kind": "vllm", "url": url, "wait_s": 60}
     keys = {"policy.engine": engine, "policy.max_new_tokens": 10, "optimizer.lr": 1e-3}
-    keys |= {"optimizer.warmup": 2, "train_batch_size": 4, "num_generations": 4}
+    keys |= {"optimizer.warmup": 2, "train_batch_size": 2, "num_generations": 4}
     keys |= {"run.dir": folder, "run.progress": False, "eval.every": 0, "tasks.train": DEV}
     keys |= {"tasks.eval": "data:tasks/easy_eval.jsonl"} | more
     return GRPO.from_config(keys)
@@ -413,7 +413,7 @@ def test_a_recipe_trains_with_the_server_and_records_what_trl_does(server, tmp_p
         for k in ("min", "mean", "max"):
             assert abs(row[f"sampling/importance_sampling_ratio/{k}"] - 1) < 1e-3
     assert trainer.policy.engine.version == trainer.policy_version == 3
-    assert trainer.counters.values["n_rollouts_generated"] == 3 * 16
+    assert trainer.counters.values["n_rollouts_generated"] == 3 * 8
     trainer.close()
     for path in (tmp_path / "run").rglob("*"):
         assert path.is_dir() or b"open-sesame" not in path.read_bytes(), path
@@ -498,7 +498,7 @@ def test_every_batch_but_the_first_is_exactly_one_update_old(server):
                 busy.pop()
 
     server.answer = watched
-    trainer = ahead(server.url, **{"eval.every": 2, "eval.limit": 4})
+    trainer = ahead(server.url, **{"eval.every": 2, "eval.limit": 4, "train_batch_size": 4})
     kept = fitted(trainer)
     assert clashes == []  # no new weights while something is drawn
     assert [r["sampling/staleness"] for r in trainer.history] == [0, 1, 1, 1, 1]
@@ -510,7 +510,7 @@ def test_every_batch_but_the_first_is_exactly_one_update_old(server):
         [3],
     ]
     server.restart()
-    lagging = ahead(server.url, staleness=0)
+    lagging = ahead(server.url, staleness=0, train_batch_size=4)
     engine, before = lagging.policy.engine, []
     engine.tol, draw = 1.0, engine.sample  # it takes old weights for wrong ones, and is right
 
@@ -553,8 +553,8 @@ def test_a_run_that_reads_ahead_resumes_with_the_batch_under_way(server, tmp_pat
     second = fitted(later)
     assert first.tasks()[:2] + second.tasks() == want
     assert [r["sampling/staleness"] for r in later.history] == [0, 1, 1]
-    assert later.counters.values["n_rollouts_generated"] == 5 * 16
-    assert later.counters.values["n_prompts"] == 5 * 4
+    assert later.counters.values["n_rollouts_generated"] == 5 * 8
+    assert later.counters.values["n_prompts"] == 5 * 2
     trainer.close()
     later.close()
 
@@ -579,7 +579,7 @@ def test_a_server_lost_in_a_run_loses_nothing(server, staleness):
     server.troubles = []
     trainer.callbacks.remove(die)
     trainer.fit()
-    assert kept.tasks() == want and trainer.counters.values["n_prompts"] == 5 * 4
+    assert kept.tasks() == want and trainer.counters.values["n_prompts"] == 5 * 2
     assert staleness or differences(trainer, whole) == []
 
 
@@ -613,7 +613,7 @@ def test_ctrl_c_with_a_batch_under_way_ends_at_once(server):
 
 def test_the_end_of_the_tasks_is_the_same(server, tmp_path):
     lines = data_path("tasks/middle_dev.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "few.jsonl").write_text("".join(lines[:10]))
+    (tmp_path / "few.jsonl").write_text("".join(lines[:5]))
     few = {"tasks.epochs": 1, "steps": 9, "tasks.train": str(tmp_path / "few.jsonl")}
     make = lambda n: ahead(server.url, staleness=n, **few)
     runs = [make(n).fit() for n in (0, 1)]
