@@ -30,6 +30,7 @@ from .files import RunLocked
 from .lab.frames import flat_keys
 from .lab.plots import plot_run
 from .lab.runs import FailedRun, Spec
+from .lab.session import _described
 from .lab.study import Study
 from .lab.what_if import what_if
 from .processes import PeerError, _first_to_tell, join_processes, _leave_processes, say
@@ -47,14 +48,14 @@ def _score_table(columns: Mapping[str, Scores]) -> str:
     return "\n".join([*lines, said])
 
 # %% ../nbs/07_cli.ipynb #3a0e021d
-def _plan(config: GRPOConfig, recipe: str | Path | None = None) -> str:
+def _plan(trainer: GRPO, recipe: str | Path | None = None) -> str:
     "What will be trained, in one line: defaults that nobody asked for are seen at once."
-    t = config.tasks
-    names = [str(e.get("name", e.get("path"))) for e in t.tasksets] if t.tasksets else [t.train]
+    config, t = trainer.config, _described(trainer)["tasks"]
+    several = [str(e.get("name", e.get("path"))) for e in t.get("tasksets") or ()]
     return (
         f"{'The defaults (no recipe is given)' if recipe is None else recipe}: {config.steps} steps of "
-        f"{config.train_batch_size} x {config.num_generations} samples; tasks {', '.join(names)}; rewards "
-        f"{', '.join(config.rewards.functions)}"
+        f"{config.train_batch_size} x {config.num_generations} samples; tasks {', '.join(several) or t['train']}; rewards "
+        f"{', '.join(trainer.rewards.components)}"
     )
 
 # %% ../nbs/07_cli.ipynb #1a2c2481
@@ -75,7 +76,7 @@ def train(
         config = reading.config
     trainer = GRPO.from_config(config)
     say(trainer.policy)
-    say(_plan(config, recipe))
+    say(_plan(trainer, recipe))
     trainer.open_run()  # of a run that goes on: its checkpoint
     before = None if trainer.eval_tasks is None else trainer.evaluate()
     trainer.fit()
@@ -109,8 +110,11 @@ def _wind_up(trainer: GRPO, before: Scores | None) -> None:
         if scores is not None:
             run.event(f"eval_{when}", step=trainer.step_done, **scores.metrics())
     plot_run(run).savefig(run.dir / "plots.png", dpi=100)
-    trainer.policy.save_pretrained(run.dir / "policy")
-    say(f"Record, plots.png and the trained policy are in {run.dir}")
+    left = "Record and plots.png"
+    if hasattr(trainer.policy, "save_pretrained"):  # a diffusion policy is in the checkpoint alone
+        trainer.policy.save_pretrained(run.dir / "policy")
+        left = "Record, plots.png and the trained policy"
+    say(f"{left} are in {run.dir}")
 
 # %% ../nbs/07_cli.ipynb #a14d3258
 _BLOCK = {

@@ -310,16 +310,7 @@ def from_config(
     names = {"policy": "policy.", "tasks": "tasks.", "rewards": "rewards.functions."}
     _refuse_hidden(config_tree(config), tuple(names[k] for k in names if parts[k] is not None))
     _ask_for_passed(config_tree(config), [k for k in parts if parts[k] is not None])
-    openers = {
-        "policy": lambda: open_policy(config.policy),
-        "rewards": lambda: open_rewards(config.rewards),
-        "tasks": lambda: open_stream(config),
-        "eval_tasks": lambda: _open_eval_tasks(config.tasks.eval or None, config),
-    }
-    if config.application is not None:
-        name = one_of("application", config.application, ("motion", "movielens"))
-        found = importlib.import_module(f"grpo_nb.applications.{name}").open_parts(config)
-        openers |= {k: functools.partial(found.get, k) for k in openers}
+    openers = _openers(config)
     opened = [k for k in openers if parts[k] is None]
     if tasks is not None and "tasks.eval" not in given_keys(config) and eval_tasks is None:
         opened.remove("eval_tasks")  # the default is made for other tasks
@@ -329,6 +320,20 @@ def from_config(
     if "policy" in opened:
         parts["policy"] = openers["policy"]()
     return cls(**parts | {"config": config, "opened": opened, **kwargs})
+
+
+def _openers(config: GRPOConfig) -> dict[str, Callable]:
+    "What opens each part that a configuration names."
+    if config.application is not None:
+        name = one_of("application", config.application, ("motion", "movielens"))
+        found = importlib.import_module(f"grpo_nb.applications.{name}").open_parts(config)
+        return {k: functools.partial(found.get, k) for k in _PARTS}
+    return {
+        "policy": lambda: open_policy(config.policy),
+        "rewards": lambda: open_rewards(config.rewards),
+        "tasks": lambda: open_stream(config),
+        "eval_tasks": lambda: _open_eval_tasks(config.tasks.eval or None, config),
+    }
 
 
 def _check_processes(config: TrainerConfig, tasks: Any) -> None:
@@ -400,7 +405,7 @@ def _refuse_dead_keys(trainer: GRPO) -> None:
             told.append(f"{key} (an object is passed instead)")
         elif key.startswith(("policy.", "tasks.", "rewards.")):
             raise ValueError(
-                f"{key}={_at(asked, key)!r} has no effect beside the {key.partition('.')[0]} that you pass (it has "
+                f"{key}={_at(asked, key)!r} has no effect beside the {key.partition('.')[0]} made without it (it has "
                 f"{_at(ran, key)!r}): set it on that object, or leave the key out."
             )
     told += [f"{k} ({why})" for k, why in _idle_keys(trainer)]

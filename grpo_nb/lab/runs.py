@@ -40,7 +40,7 @@ from ..files import RunLocked, finite, hide_secrets, leaves, plain
 from ..files import secret_texts, sha256, write_atomic
 from .budgets import Budget, Samples, Steps, _to_budget
 from .frames import flat_keys
-from .recipe import GRPOConfig, load_config, open_rewards
+from .recipe import GRPOConfig, load_config, _openers
 from .record import _read_tree
 from ..metrics import COUNTERS
 from .session import CheckpointConfig, _function_name, functions_in
@@ -274,7 +274,7 @@ def _judge(trainer, base: GRPOConfig, overrides: Mapping[str, Any]) -> Callable[
     if not any(map(REWARD_KEYS.match, overrides)):
         return trainer.evaluate
     seed, e = trainer.config.seed, base.eval
-    rewards = RewardRunner(open_rewards(base.rewards), config=replace(base.rewards.run, seed=seed))
+    rewards = RewardRunner(_openers(base)["rewards"](), config=replace(base.rewards.run, seed=seed))
     weights = weights_by_name(base.advantage.weights, rewards.components)
     passed = passing_rewards(rewards.components, e.passed, weights)
     how = e.samples, e.greedy, e.limit, (), weights, passed, seed

@@ -442,25 +442,30 @@ def _described(trainer: GRPO) -> dict[str, Any]:
     "The configuration as it ran."
     tree, given = _named_config(trainer.config), trainer.given
     tasks, runner, held = tree["tasks"], trainer.rewards, trainer.eval_tasks
-    if "policy" in given:
+    own = dict.fromkeys(given, "passed")
+    if made := tree.get("application"):  # movielens reads some keys
+        reads = ("tasks", "rewards") if made == "movielens" else ()
+        parts = {"policy", "tasks", "rewards", "eval_tasks"}.difference(reads)
+        own = dict.fromkeys(parts, made) | own
+    if "policy" in own:
         facts = _policy_facts(trainer.policy)
         keys, has = tree.get("policy", {}), facts["settings"]
         more = "".join(f", {k} {v}" for k, v in has.items() if k not in keys)
-        what = "<passed: {class}, {parameters:,} parameters{more}>".format(**facts, more=more)
+        what = "<{own}: {class}, {parameters:,} parameters{more}>"
+        what = what.format(**facts, more=more, own=own["policy"])
         keys = {k: has[k] for k in keys if k in has}
         tree["policy"] = keys | {"model": _portable(keys.get("model") or what)}
-    if "tasks" in given:
-        kept = {} if hasattr(given["tasks"], "read") else tasks  # a stream has its own order
+    if "tasks" in own:
+        kept = {} if hasattr(given.get("tasks"), "read") else tasks  # a stream has its own order
         several = {k: v for k, v in {"tasksets": None, "shares": "size"}.items() if k in kept}
-        train = {"train": _source(*_tasksets_of(trainer.stream)), "eval": tasks.get("eval")}
+        train = _source(*_tasksets_of(trainer.stream), by=own["tasks"])
+        train = {"train": train, "eval": tasks.get("eval")}
         tree["tasks"] = kept | several | train
-    if "eval_tasks" in given:
-        named = {k: _source(v) for k, v in held.items()} if isinstance(held, Mapping) else None
-        tree["tasks"]["eval"] = named or (held and _source(held))
-    if "rewards" in given:
-        names = {
-            s.name: {"reward": f"<passed: {_function_name(s.function)}>"} for s in runner.specs
-        }
+    if by := own.get("eval_tasks"):
+        named = {k: _source(v, by=by) for k, v in held.items()} if isinstance(held, Mapping) else 0
+        tree["tasks"]["eval"] = named or (held and _source(held, by=by))
+    if by := own.get("rewards"):
+        names = {s.name: {"reward": f"<{by}: {_function_name(s.function)}>"} for s in runner.specs}
         tree["rewards"]["functions"] = names
     tree["rewards"]["run"] = config_tree(runner.config)
     return tree
@@ -473,13 +478,13 @@ def _portable(path: str) -> str:
     return path
 
 
-def _source(*tasksets: Any) -> str:
+def _source(*tasksets: Any, by: str) -> str:
     "The file of a taskset, if that says everything; else what was passed."
     tasks, path = tasksets[0], getattr(getattr(tasksets[0], "rows", None), "path", None)
     as_named = path and (tasks.prompt, tasks.rename, tasks.id) == ("prompt", {}, path.stem)
     if as_named and len(tasksets) == 1:
         return _portable(str(path))
-    return f"<passed: {', '.join(map(_task_facts, tasksets))}>"
+    return f"<{by}: {', '.join(map(_task_facts, tasksets))}>"
 
 # %% ../../nbs/lab/02_session.ipynb #8ecc23ae
 class _Log(logging.FileHandler):
