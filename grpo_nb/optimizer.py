@@ -53,11 +53,8 @@ def make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Optim
             "The policy has no trainable parameter: all are frozen (requires_grad is False). Unfreeze some, or give policy.lora."
         )
     if low := [p.dtype for p in params if p.requires_grad and p.element_size() < 4]:
-        warnings.warn(
-            f"Weights in {low[0]} lose most updates of lr={config.lr:g} to rounding: load them in torch.float32, and "
-            "compute in bfloat16 with policy.autocast.",
-            stacklevel=2,
-        )
+        said = f"Weights in {low[0]} lose most updates of lr={config.lr:g} to rounding: load them in torch.float32, and "
+        warnings.warn(said + "compute in bfloat16 with policy.autocast.", stacklevel=2)
     fused = all(p.device.type in ("cpu", "cuda") for p in params)
     return torch.optim.AdamW(
         params, config.lr, config.betas, weight_decay=config.weight_decay, fused=fused

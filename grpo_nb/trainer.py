@@ -565,17 +565,13 @@ def _check_setup(self: GRPO):
         _warn_cancelled_scales(c.advantage.mode, getattr(f, "cancelling_scales", {}))
     ends, falls = getattr(self.stream, "max_steps", None), c.optimizer.schedule
     if ends and ends < c.steps and falls != "constant":
-        warnings.warn(
-            f"The tasks end after {ends} steps, but the {falls} schedule falls over steps={c.steps}: set steps={ends}.",
-            stacklevel=3,
-        )
+        said = f"The tasks end after {ends} steps, but the {falls} schedule falls over steps={c.steps}: set steps={ends}."
+        warnings.warn(said, stacklevel=3)
     if not any(self.weights):
         warnings.warn("All reward weights are 0, so nothing is learned of rewards.", stacklevel=3)
     if c.num_generations < 2:
-        warnings.warn(
-            "num_generations=1: a sample without siblings has advantage 0, so nothing is learned.",
-            stacklevel=3,
-        )
+        said = "num_generations=1: without siblings all advantages are 0, so nothing is learned."
+        warnings.warn(said, stacklevel=3)
 
 # %% ../nbs/method/04_trainer.ipynb #ac6358d4
 @patch(cls_method=True)
@@ -615,9 +611,7 @@ def fit(
     self.stop, failed = None, False
     try:
         self.notify("on_fit_start")
-        self.goal = config.steps if steps is None else self.step_done + steps
-        if self.step_done >= self.goal:
-            say(f"Nothing left to do: {self.step_done} of {self.goal} steps are done.")
+        self._aim(steps)
         while self._agree() and self.step_done < self.goal:
             if config.max_seconds and self.seconds_trained >= config.max_seconds:
                 self._end_fit(f"max_seconds={config.max_seconds:g} are over")
@@ -678,6 +672,18 @@ def diagnosis(self: GRPO) -> str:
         f"Gradient norms of the last steps: {', '.join(norms[-8:]) or 'none finite'}; learning rate {lr:.3g}. "
         "Lower optimizer.lr or update.max_grad_norm, or look for rewards and weights that are not finite."
     )
+
+
+@patch
+def _aim(self: GRPO, steps: int | None):
+    "Set where `fit` ends, and tell what nothing comes of."
+    c = self.config
+    self.goal = c.steps if steps is None else self.step_done + steps
+    if self.step_done >= self.goal:
+        say(f"Nothing left to do: {self.step_done} of {self.goal} steps are done.")
+    if self.goal > c.steps and c.optimizer.schedule != "constant":
+        said = f"The {c.optimizer.schedule} schedule ends at steps={c.steps}, and with it learning."
+        warnings.warn(f"{said} Set steps={self.goal}.", stacklevel=4)
 
 # %% ../nbs/method/04_trainer.ipynb #3bbb5b57
 @patch

@@ -135,10 +135,8 @@ def _warn_of_edges(spec: Spec, chosen: Mapping[str, Mapping]) -> None:
         if at_the_edge(spec.tune[key], value)
     ]
     if found:
-        warnings.warn(
-            f"Best value at the edge of the grid: {'; '.join(found)}. A better one may lie outside: extend the grid.",
-            stacklevel=4,
-        )
+        said = f"Best value at the edge of the grid: {'; '.join(found)}. A better one may lie outside: extend the grid."
+        warnings.warn(said, stacklevel=4)
 
 # %% ../../nbs/lab/08_compare.ipynb #b1a79acc
 class _Reporter:
@@ -269,10 +267,8 @@ def _stored_study(store: Path, spec: Spec, if_changed: str) -> Study | None:
     if if_changed == "train":
         keys += texts
     elif texts and not keys:
-        warnings.warn(
-            f"{store.name} was made with another text of {', '.join(texts)}: its stored runs are shown.",
-            stacklevel=3,
-        )
+        said = f"{store.name} was made with another text of {', '.join(texts)}: its stored runs are shown."
+        warnings.warn(said, stacklevel=3)
     if not keys:  # how it is shown is up to this call
         study.spec["lower_is_better"] = new["lower_is_better"]
         return study

@@ -496,10 +496,8 @@ def _read_checkpoint(path: str | Path) -> tuple[Path, dict]:
         )
     told, now = _check_seal(folder)["versions"], versions()
     if odd := [f"{k} {v} -> {now.get(k)}" for k, v in told.items() if now.get(k) != v]:
-        warnings.warn(
-            f"{folder.name} was written with other versions ({', '.join(odd)}): it continues, but perhaps not bit for bit.",
-            stacklevel=4,
-        )
+        said = f"{folder.name} was written with other versions ({', '.join(odd)}): it continues, but perhaps not bit for bit."
+        warnings.warn(said, stacklevel=4)
     return folder, read_state(folder, make_task=Task)
 
 
