@@ -168,8 +168,8 @@ def test_a_crash_is_reported_and_the_others_go_on(tmp_path):
     assert 'File "test_compare.py"' in error and str(tmp_path) not in error
     table = study.table()
     row = table.frame.set_index("variant").loc["fragile"]
-    assert row[["n", "failed", "pairs"]].tolist() == [2, 1, 2]
-    assert "1 of 12 runs failed" in str(table) and "2 (1 failed)" in str(table)
+    assert row[["n", "missing", "pairs"]].tolist() == [2, 1, 2]
+    assert "1 of 12 runs failed" in str(table) and "2 (1 missing)" in str(table)
     assert "3 runs ended before the budget: short seed 0 (tasks)" in str(table)
     assert "the loss is &lt;not&gt; finite" in study.report(tmp_path / "r.html", 3).read_text()
     COUNTS["made"] = 0  # the failed run is tried again, the others are not
@@ -230,6 +230,8 @@ def test_a_store_has_what_was_asked_for_and_an_undefined_score_stays_undefined(t
         study = compare({"a": {}}, **kw, **how)
         assert study.scores("grad_norm")["a"] == pytest.approx({0: 0.3, 1: 0.3})
         assert study.scores("eval_late") == {"a": {}} and study.frame()["eval_late"].isna().all()
+        assert "2 of 2 runs have no last eval_late" in str(study.table("eval_late"))
+        assert [*study.gains()["score"]] == ["sampled"]  # what no run has has no gain
         assert study.profile("eval_sampled")
 
 
@@ -240,15 +242,21 @@ def test_a_score_with_the_name_of_a_column_of_training_ends_the_study(tmp_path):
             contest({"a": {}}, evaluate=evaluate, seeds=1, budget=Steps(2), dir=tmp_path / name)
 
 
-def test_tasks_that_were_edited_are_trained_again(tmp_path):
-    file, keys = tmp_path / "tasks.jsonl", []
+def test_tasks_and_models_that_were_edited_are_trained_again(tmp_path):
+    file, weights, keys = tmp_path / "tasks.jsonl", tmp_path / "model" / "weights", []
+    weights.parent.mkdir()
+    held = {"tasks.eval": "data:tasks/easy_eval.jsonl"}
+    own, model = {"tasks.train": str(file)}, {"policy.model": str(weights.parent)}
     for text in ("1+1=", "1+2=", "1+2="):
         file.write_text(json.dumps({"prompt": text, "answer": "3"}))
-        own, held = {"tasks.train": str(file)}, {"tasks.eval": "data:tasks/easy_eval.jsonl"}
-        for base, arm in ((held | own, {}), (held, own)):
-            (job,) = plan_runs(Spec({"a": arm}, base, 1, Steps(1), dir=tmp_path), {"a": {}})
-            keys.append(job.key)
-    assert keys[2:4] == keys[4:] and not {*keys[:2]} & {*keys[2:]}
+        weights.write_text(text)
+        asked = ((held | own, {}, {}), (held, own, {}), (held | model, {}, {}), (held, {}, own))
+        for base, arm, tuned in asked:
+            tune = {k: [v] for k, v in tuned.items()}
+            spec = Spec({"a": arm}, base, 1, Steps(1), tune=tune, dir=tmp_path)
+            (job,) = plan_runs(spec, {"a": tuned})
+            keys += [job.key, str(spec.tree()["functions"])]
+    assert keys[8:16] == keys[16:] and not {*keys[:8]} & {*keys[8:]}
 
 
 def test_processes_give_what_one_process_gives_and_survive_a_death(tmp_path):

@@ -79,7 +79,7 @@ def _row(table: "Table", name: str, scores: Mapping[str, Mapping[int, float]]) -
     d = [mine[s] - base[s] for s in mine if s in base] if name != baseline else []
     sign = -1 if table.direction == "lower" else 1
     none, pair = [math.nan] * 3, [sign * np.array(list(v.values())) for v in (mine, base)]
-    row = {"variant": name, "n": len(mine), "failed": len(runs) - len(mine), "pairs": len(d)}
+    row = {"variant": name, "n": len(mine), "missing": len(runs) - len(mine), "pairs": len(d)}
     row |= {k: runs[0]["overrides"].get(k) if runs else None for k in study.tuned}
     for what, found in (
         ("value", t_interval(list(mine.values()), level)),
@@ -89,7 +89,7 @@ def _row(table: "Table", name: str, scores: Mapping[str, Mapping[int, float]]) -
         row |= dict(zip((what, f"{what}_low", f"{what}_high"), found))
     spread = np.std(d, ddof=len(d) > 1) if d else math.nan
     row["detectable"] = detectable(len(d), arms, level) * spread
-    row["verdict"] = "" if row["failed"] else verdict(d, arms, level, table.margin)
+    row["verdict"] = "" if row["missing"] else verdict(d, arms, level, table.margin)
     budget = _to_budget(study.spec["budget"])
     used = [budget.spent({k: v[-1] for k, v in r["curve"].items()}) for r in runs if r.get("curve")]
     return row | {"spent": float(np.mean(used)) if used else math.nan}
@@ -115,7 +115,8 @@ def _notes(table: "Table", scores: Mapping[str, Mapping[int, float]]) -> list[st
         base = scores[table.baseline]
         for name, mine in scores.items() if arms else ():
             points = [f"{mine[s] - base[s]:+.3f}" for s in mine if s in base]
-            out += [f"Differences of {name}: {', '.join(points)}."] * (name != table.baseline)
+            if points and name != table.baseline:
+                out.append(f"Differences of {name}: {', '.join(points)}.")
     return out + _over_tasks(table) + _about_runs(table)
 
 # %% ../../nbs/lab/05_report.ipynb #4c50bb5f
@@ -143,10 +144,12 @@ def _about_runs(table: "Table") -> list[str]:
     study, out, shown = table.study, [], list(table.frame["variant"])
     runs = [r for r in study.reported if r["variant"] in shown]
     named = lambda r: f"{r['variant']} seed {r['seed']}"
-    if failed := [named(r) for r in runs if r["status"] != "done"]:
-        out.append(
-            f"{len(failed)} of {len(runs)} runs failed and are missing from the means: {', '.join(failed)}."
-        )
+    failed = [named(r) for r in runs if r["status"] != "done"]
+    lost = [named(r) for r in runs if math.isnan(_final_score(r, table.metric))]
+    lost = [name for name in lost if name not in failed]
+    for how, some in (("failed", failed), (f"have no last {table.metric}", lost)):
+        told = f"{len(some)} of {len(runs)} runs {how} and are missing from the means: "
+        out += [f"{told}{', '.join(some)}."] * bool(some)
     if short := [f"{named(r)} ({r['ended']})" for r in runs if r["ended"] not in ("budget", None)]:
         out.append(f"{len(short)} runs ended before the budget: {', '.join(short)}.")
     if study.unfinished:
@@ -181,7 +184,7 @@ def text(self: Table):
             value = keys.get(r["variant"], {}).get(key, "")
             shown = f"{value:g}" if isinstance(value, float) else str(value)
             row[key.split(".")[-1]] = shown + " (edge)" * (key in edges.get(r["variant"], ()))
-        row["seeds"] = f"{r['n']}" + (f" ({r['failed']} failed)" if r["failed"] else "")
+        row["seeds"] = f"{r['n']}" + (f" ({r['missing']} missing)" if r["missing"] else "")
         row[self.metric] = span(r, "value", ".3f")
         row[f"difference to {self.baseline}"] = span(r, "difference", "+.3f")
         row["detectable"] = "" if math.isnan(r["detectable"]) else f"{r['detectable']:.3f}"
@@ -359,7 +362,7 @@ def gains(self: Study):
 
     frame, rows = self.frame(), []
     for metric in self.score_names():
-        for name, part in frame.query("status == 'done'").groupby("variant", sort=False):
+        for name, part in frame.dropna(subset=metric).groupby("variant", sort=False):
             before, after = part[f"start_{metric}"].astype(float), part[metric].astype(float)
             level = _span(*t_interval(after), ".3f")
             row = {"score": metric.removeprefix("eval_"), "variant": name}

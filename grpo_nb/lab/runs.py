@@ -9,6 +9,7 @@ __all__ = ['REWARD_KEYS', 'FailedRun', 'registered', 'Job', 'run_job', 'finished
 import ast
 import contextlib
 import functools
+import glob
 import hashlib
 import importlib
 import inspect
@@ -239,7 +240,7 @@ class Job:
     @cached_property
     def sources(self) -> dict[str, str]:
         "The text of the functions, by name."
-        return self.spec.sources(self.variant)
+        return self.spec.sources({self.variant: self.overrides})
 
     @cached_property
     def key(self) -> str:
@@ -575,8 +576,8 @@ def _checksum(path: str, size: int, changed_ns: int) -> str:
 
 
 @patch
-def sources(self: Spec, *variants: str) -> dict[str, str]:
-    "The text of the functions of a study, with those of the variants named, also of those that the notebook has registered, and checksums of the files of its tasks."
+def sources(self: Spec, variants: Mapping[str, Mapping]) -> dict[str, str]:
+    "The text of the functions of a study, with those in these variants, also of those that the notebook has registered, and checksums of its files of tasks and models."
     own = {k: getattr(self, k) for k in ("make", "evaluate")}
     own |= {f"{r}.{k}": v for (_, r), mine in registered().items() for k, v in mine.items()}
     found = {k: _source(v) for k, v in own.items() if v is not None}
@@ -584,12 +585,14 @@ def sources(self: Spec, *variants: str) -> dict[str, str]:
         if getattr(own[k], "__closure__", None) or not hasattr(own[k], "__qualname__"):
             found[k] += f" {_function_name(own[k])}"
     given = {f"the base: {k}": v for k, v in leaves(self.base)}
-    given |= {f"{name}: {k}": v for name in variants for k, v in leaves(self.variants[name])}
+    given |= {f"{name}: {k}": v for name, keys in variants.items() for k, v in leaves(keys)}
     given |= dict(leaves(self.tune_tasks, "the base: tasks.eval for tuning"))
-    texts = {k: v for k, v in given.items() if ": tasks." in k and isinstance(v, str)}
-    for k, path in {k: os.path.expanduser(v) for k, v in texts.items()}.items():
-        if os.path.isfile(path):
-            found[k] = _checksum(path, (now := os.stat(path)).st_size, now.st_mtime_ns)
+    named = {k: v for k, v in given.items() if re.search(": (tasks|policy.model)", k)}
+    for k, path in ((k, os.path.expanduser(v)) for k, v in named.items() if isinstance(v, str)):
+        inside = sorted(glob.glob(f"{glob.escape(path)}/*")) if "policy.model" in k else ()
+        files = [(p, os.stat(p)) for p in (path, *inside) if os.path.isfile(p)]
+        if sums := [_checksum(p, s.st_size, s.st_mtime_ns) for p, s in files]:
+            found[k] = " ".join(sums)
     return found | {k: _whole_source(v) for k, v in given.items() if callable(v)}
 
 # %% ../../nbs/lab/06_runs.ipynb #125699d8
@@ -607,7 +610,7 @@ def tree(self: Spec) -> dict:
         "tune": tuning | {"budget": written(self.tune_budget)} if self.tune else None,
         "metric": self.metric,
         "lower_is_better": self.lower_is_better,
-        "functions": self.sources(*self.variants),
+        "functions": self.sources(self.variants | {"what is tuned": self.tune}),
     }
     return json.loads(json.dumps(hide_secrets(plain(tree))))
 
