@@ -8,9 +8,8 @@ import runpy
 import sys
 from pathlib import Path
 
-LOADED = (
-    "torch pandas matplotlib.pyplot scipy.stats omegaconf transformers.models.llama.modeling_llama"
-)
+LOADED = "pytest hypothesis grpo_nb.all grpo_nb.cli matplotlib.pyplot scipy.stats torch.nested "
+LOADED += "transformers.models.llama.modeling_llama"
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(LOADED.split())
 
@@ -46,6 +45,8 @@ def run(out, function, *args, **kw):
 def run_installed(folder):
     "The command, of the package in `site`, in the folder `empty`."
     sys.path.insert(0, str(folder / "site"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "grpo_nb"]:
+        del sys.modules[name]
     os.chdir(folder / "empty")
     assert importlib.import_module("grpo_nb").__file__.startswith(sys.path[0])
     runpy.run_module("grpo_nb", run_name="__main__")

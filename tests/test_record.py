@@ -1,5 +1,6 @@
 """The run directory under faults: torn lines, full disks, kills, two writers, resumes, a mirror that fails."""
 
+import itertools
 import math
 import os
 import shutil
@@ -14,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import forked
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,12 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(autouse=True)
 def no_wandb_mode(monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
-
-
-def python(code, *args, **kw):
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    code = textwrap.dedent(code)
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, args)], env=env, **kw)
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -118,26 +114,24 @@ def test_rows_that_a_full_disk_refused_are_written_when_they_can_be(tmp_path, fa
     assert [e for e in run.events().step.dropna()][:6] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def die_at(n, folder):
+    "Killed at the n-th file that is replaced."
+    replace, calls = record.write_atomic, itertools.count(1)
+
+    def deadly(*args):
+        if next(calls) == n:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(*args)
+
+    record.write_atomic = deadly
+    Run.create(folder, {"seed": 3}, name="mine")
+
+
 def test_a_run_killed_while_it_was_laid_out_is_completed(tmp_path):
-    code = """
-        import os, signal, sys
-        from grpo_nb.lab import record
-        write = record.write_atomic
-        for n in range(1, 5):  # status, configuration, environment, status
-            calls = []
-            def deadly(*args):
-                calls.append(1)
-                if len(calls) == n:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                write(*args)
-            record.write_atomic = deadly
-            if not (pid := os.fork()):
-                record.Run.create(f"{sys.argv[1]}/{n}", {"seed": 3}, name="mine")
-            assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    """
-    assert python(code, tmp_path).wait() == 0
-    for n in range(1, 5):
+    for n in range(1, 5):  # status, configuration, environment, status
+        child = forked.start(tmp_path / "out", die_at, n, tmp_path / str(n))
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
         with Run.create(tmp_path / str(n), {"seed": 3}, "mine", "resume") as run:
             run.log(1, {"x": 1})
         assert run.config == {"seed": 3} and run.environment["seeds"] == 3
@@ -235,29 +229,26 @@ def test_missing_and_doubled_rows_are_said(tmp_path):
     assert run.rows()[0] == [{"step": 1, "x": 2}]
 
 
-WRITER = """
-    import sys
-    from grpo_nb.lab.record import Run
-    run = Run.create(sys.argv[1], {"a": 1})
-    step = 0
-    while True:
-        step += 1
+def write(folder):
+    run = Run.create(folder, {"a": 1})
+    for step in itertools.count(1):
         run.log(step, {f"m{i}": step / 7 for i in range(60)})
-        if step == 20:
-            print("go", flush=True)
-"""
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.021])
 def test_kill_while_writing(tmp_path, wait):
-    child = python(WRITER, tmp_path / "r", stdout=subprocess.PIPE, text=True)
-    assert child.stdout.readline() == "go\n"
+    child, file = (
+        forked.start(tmp_path / "out", write, tmp_path / "r"),
+        tmp_path / "r/metrics.jsonl",
+    )
+    while not (file.exists() and len(read_jsonl(file)[0]) >= 20):
+        assert child.is_alive(), (tmp_path / "out").read_text()
     with pytest.raises(RunLocked, match=f"process {child.pid}"):
         Run.open(tmp_path / "r").log(10**9, {})
     time.sleep(wait)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    with open(tmp_path / "r/metrics.jsonl", "ab") as f:
+    child.kill()
+    child.join()
+    with open(file, "ab") as f:
         f.write(b'{"step":999999,"m0":0.1')  # the kill came in the middle of a line
     with pytest.warns(UserWarning, match=r"left out 1 broken: line \d+ \(the last\)"):
         n = len(Run.open(tmp_path / "r").frame())
@@ -309,24 +300,18 @@ def test_a_place_that_is_no_folder_is_named(tmp_path, if_exists):
     assert (tmp_path / "later/status.json").exists()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def has_a_child(folder):
+    run = Run.create(folder)
+    if not (pid := os.fork()):
+        sys.exit(0)
+    os.waitpid(pid, 0)
+    with pytest.raises(RunLocked):
+        Run.open(run.dir).log(1, {})
+    print("held")
+
+
 def test_a_forked_child_does_not_release_the_lock(tmp_path):
-    code = """
-        import os, sys
-        from grpo_nb.files import RunLocked
-        from grpo_nb.lab.record import Run
-        run = Run.create(sys.argv[1])
-        pid = os.fork()
-        if not pid:
-            sys.exit(0)
-        os.waitpid(pid, 0)
-        try:
-            Run.open(sys.argv[1]).log(1, {})
-        except RunLocked:
-            print("held")
-    """
-    child = python(code, tmp_path / "r", stdout=subprocess.PIPE, text=True)
-    assert child.communicate()[0] == "held\n"
+    assert forked.run(tmp_path / "out", has_a_child, tmp_path / "r") == "held\n"
     with Run.create(tmp_path / "r", if_exists="resume") as run:  # released when the parent ended
         run.log(1, {})
 
