@@ -178,7 +178,7 @@ def _without_unit(text: str) -> tuple[str, str]:
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _WRAPPED = re.compile(
     r"(\$\$?|\*\*?|__|`)(?P<a>.+)\1\.?|\\\((?P<b>(?:(?!\\\)).)+)\\\)\.?|\\\[(?P<c>(?:(?!\\\]).)+)\\\]\.?"
-    r"|\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|underline) ?\{(?P<d>(?:[^{}]|\{[^{}]*\})*)\}\.?",
+    r"|\\(?:text|math(?:rm|bf|it)|mbox|underline) ?\{(?P<d>(?:[^{}]|\{[^{}]*\})*)\}\.?",
     re.DOTALL,
 )
 _PLAIN = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)} | {0x2212: "-", 0x3000: " "}
@@ -197,8 +197,17 @@ def _with_neighbours(before: str, answer: str, after: str) -> str:
     return rf"{answer}\text{{ {behind[1]}}}" if behind else answer
 
 
+_WRITTEN_AND = r"\\(?:text|mathrm|mbox) ?\{[ ,]*(?:and|or)[ ,]*\}"
+_NEXT_BOX = re.compile(  # \boxed{1} and \boxed{2}
+    r"(\\(?:boxed|fbox) ?\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}(?:\$|\\[)\]])?(?:\s|\\q?quad)*"
+    rf"(?:,|,? ?(?:and|or)|,? ?{_WRITTEN_AND})(?:\s|\\q?quad)*(?:\$|\\[(\[])?\\(?:boxed|fbox) ?\{{(?=\s*[^\s{{}}])"
+)
+
+
 def _last_box(text: str) -> str:
-    "What stands in the last box, with its neighbours; nothing if it is not closed."
+    "What stands in the last box, or in the last several in a row, with its neighbours; nothing if it is not closed."
+    while (joined := _NEXT_BOX.sub(r"\1, ", text)) != text:
+        text = joined
     box, depth = [*_BOX.finditer(text)][-1], 0
     before, rest = text[: box.start()], text[box.end() :]
     if not rest.startswith("{"):  # \boxed 5
@@ -214,7 +223,9 @@ def _last_box(text: str) -> str:
 # %% ../nbs/method/02_verifiers.ipynb #f8d3c93a
 def _bare(text: str) -> str:
     "An answer without box, dollars or emphasis round it, in single spaces; empty if there is none."
-    text = text.translate(_PLAIN).strip()
+    text = re.sub(
+        r"\\text(?:normal|bf|it|rm)(?![A-Za-z])", r"\\text", text.translate(_PLAIN)
+    ).strip()
     text = _last_box(text).strip() if _BOX.search(text) else text
     while (match := _WRAPPED.fullmatch(text)) and (not match[1] or match[1] not in match["a"]):
         text = (match["a"] or match["b"] or match["c"] or match["d"]).strip()
@@ -309,9 +320,34 @@ def _is_prose(text: str) -> bool:
     return lines or bool(re.search(f"{odd}|{factors}", plain) or re.search(odd_in_latex, text))
 
 
+def _listed(text: str) -> str:
+    "Values joined by `and` or `or` as a list with commas; a matrix drawn as an array as a matrix."
+    array = r"(?s)\\left ?[\[(] ?\\begin ?\{array\} ?(?:\{[lcr]*\})?(.*?)\\end ?\{array\} ?\\right ?[\])]"
+    text = re.sub(array, r"\\begin{pmatrix}\1\\end{pmatrix}", text)
+    if re.search(r"[<>]|\\(?:[lg]e|[lg]eq|[lg]t|leqslant|geqslant)(?![A-Za-z])", text):
+        return text
+    spoken = r"(?<=[\d)}\]])(?: ?\$)?,? ?(?:and|or) ?(?:\$ ?)?(?=[-+\d(\\\[{])"
+    return re.sub(rf"(?:, ?)?{_WRITTEN_AND}|{spoken}", ",", text)
+
+
+def _result(text: str) -> str:
+    "The 8 of 5+3=8, and x=8 of x=5+3=8."
+    command = r"\\(?:[dt]?frac|[dt]?binom|sqrt|pi|cdot|times|div|left|right|log|ln|sin|cos|tan)(?![A-Za-z])"
+    known = (
+        rf"\\(?:text|mathrm|mbox) ?\{{[^{{}}]*\}}|{command}|\\[%$!,;: ]|,(?=\d{{3}}(?!\d))|\{{,\}}"
+    )
+    first, *rest = map(str.strip, text.split("="))
+    clear = [not re.search(r"[A-Za-z\\,;<>]", re.sub(known, "", x)) for x in (first, *rest)]
+    if not rest or not all(clear[1:]):
+        return text
+    if clear[0]:
+        return rest[-1]
+    return f"{first}={rest[-1]}" if re.fullmatch(r"[A-Za-z](?:_\w)?(?:\(\w\))?", first) else text
+
+
 def _mathematics(text: str) -> str:
     "The last piece of mathematics in a text, bare; empty if there is none."
-    text, found = _bare(text), []
+    text, found = _listed(_bare(text)).replace("$$", "$"), []
     if _DENIED.search(text):
         return text
     for first, last in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
@@ -322,9 +358,9 @@ def _mathematics(text: str) -> str:
         end, start, answer = max(found)
         if _ONE_OF_SEVERAL.search(text[:start]):
             return text
-        return _bare(_with_neighbours(text[:start], answer, text[end:]))
+        return _result(_bare(_with_neighbours(text[:start], answer, text[end:])))
     if not _is_prose(text) or _quantity(text):
-        return text
+        return _result(text)
     *before, last = re.sub(_EMPHASIS, "", text).split()
     if before and _quantity(last) is None:  # a number and its unit
         *before, last = *before[:-1], f"{before[-1]} {last}"
@@ -412,6 +448,7 @@ def _same_math(gold: Any, guess: Any, limit: int) -> bool:
         return False
     if not (isinstance(gold, Expr) and isinstance(guess, Expr)):
         options = dict(numeric_precision=100, timeout_seconds=limit, raise_on_error=True)
+        options |= dict(allow_set_relation_comp=True)  # 1<x<2 and (1,2)
         return verify(gold, guess, **options)
     if gold.is_number and guess.is_number and not (gold.is_Rational and guess.is_Rational):
         size, apart = abs(gold.evalf(50)), abs((gold - guess).evalf(2, maxn=200))
@@ -449,9 +486,18 @@ def _capitals_apart(*texts: str) -> list[str]:
 
 def _other_shape(*texts: str) -> bool:
     "Whether one is a longer list, 1,2,2 and not 1,2, or in brackets, [1] and not 1."
-    several = [text.count(",") for text in texts if "\\{" not in text]
+    several = [len(re.findall(r"(?<!\\),", x)) for x in texts if "\\{" not in x]
     lists = {bool(re.fullmatch(r"(\\left)? ?\[[^,]*\]", text)) for text in texts}
     return all(several) and len({*several}) == 2 or lists == {0, 1}
+
+
+def _both_named(*texts: str) -> list[str]:
+    "Without the name in (x,y)=(1,2) or x \\in [1,2] if the other text has none."
+    named = r"(?:[A-Za-z]|\([A-Za-z](?:, ?[A-Za-z])*\)) ?(?:=|\\in(?![A-Za-z])) ?([^=<>]+)"
+    values = [re.fullmatch(named, text) for text in texts]
+    if sum(bool(re.search(r"[=<>]|\\in(?![A-Za-z])", text)) for text in texts) > 1:
+        return [*texts]  # two equations
+    return [m[1] if m else text for m, text in zip(values, texts)]
 
 
 def _unspaced(text: str) -> str:
@@ -466,7 +512,7 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     from math_verify.utils import timeout
     from sympy import FiniteSet, Rational
 
-    (found, unit), (reference, wanted) = _without_unit(found), _without_unit(reference)
+    (found, unit), (reference, wanted) = map(_without_unit, _both_named(found, reference))
     pair = _quantity(found), _quantity(reference)
     units = {unit, wanted, *(q[1] for q in pair if q)} - {""}  # cm behind 5, $ before it
     if len(units) > 1 or _other_shape(found, reference):
@@ -482,7 +528,8 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     if gold is None and _is_prose(reference):
         return False
     found, reference = _capitals_apart(found, reference)
-    gold = _read_math(reference, limit) if gold is None else gold
+    with suppress(Exception):  # of the parser
+        gold = _read_math(reference, limit) if gold is None else gold
     if gold is None and reference.count("{") != reference.count("}"):
         raise ValueError(f"math-verify cannot parse the reference {reference!r}")
     if gold is None:  # sets of points, logic: the same text is right
@@ -493,7 +540,9 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
         if guess is None or not timeout(limit)(_same_math)(gold, guess, limit):
             return False
         texts = (reference, found)
-        commas = max(len(re.findall("[,;]", t)) for t in texts) * ("\\{" not in found + reference)
+        commas = max(len(re.findall(r"(?<!\\)[,;]", t)) for t in texts) * (
+            "\\{" not in found + reference
+        )
         if not isinstance(gold, FiniteSet) or commas < len(gold.args):
             return True
         each = [_read_math(f"({text})", limit).args for text in texts]  # 1,1,2 or 1,2,2
