@@ -399,19 +399,16 @@ def test_memory_limit_scrubbed_environment_and_temporary_directory(monkeypatch):
 
 
 def test_a_late_chunk_is_tried_again_one_by_one():
-    def chunk(completions):
+    def hangs(completions):
         while "hang" in completions:
             pass
         return [1.0] * len(completions)
 
-    def whole(completions):
-        while "hang" in completions:
-            pass
-        return [1.0] * len(completions)
-
-    whole = reward_function(whole, whole_batch=True, timeout_s=0.5)
-    chunk = reward_function(chunk, timeout_s=0.5)
-    with RewardRunner([chunk, whole], workers=1, on_error="skip", **QUIET) as runner:
+    whole = reward_function(lambda completions: hangs(completions), whole_batch=True, timeout_s=0.3)
+    chunk = reward_function(hangs, timeout_s=0.3)
+    with RewardRunner(
+        {"chunk": chunk, "whole": whole}, workers=1, on_error="skip", **QUIET
+    ) as runner:
         scored = runner(batch(["a", "hang", "b"]))
     assert values(scored.rewards_NR) == [[1, -99], [-99, -99], [1, -99]]
     assert counts(runner, "chunk") == [2, 0, 0, 1, 0]
@@ -501,33 +498,29 @@ def test_text_of_chat_completions():
             RewardRunner([exact_answer()])(batch([odd], [Task(answer="5")]))
 
 
-def clears(prompts, completions, table, **columns):
-    for row in table:
-        row["ids"].clear()
-    prompts.clear(), completions.clear()
-    return [1.0] * len(table)
-
-
-def rewrites(prompt, completion, table, array):
-    prompt[0]["content"] = "X"
-    table["ids"].append(5)
-    array += 1
-    return 1.0
-
-
-def spoils_and_raises(completions):
-    completions[0] = "LONGER"
-    if len(completions) > 1:
-        raise ValueError("more than one")
-    return [float(len(completions[0]))]
-
-
-def state(prompt, completion, table, array):
-    return len(prompt[0]["content"]) + 10 * len(table["ids"]) + 100 * array.sum()
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_one_function_does_to_its_arguments_no_other_sees(workers):
+    def clears(prompts, completions, table, **columns):
+        for row in table:
+            row["ids"].clear()
+        prompts.clear(), completions.clear()
+        return [1.0] * len(table)
+
+    def rewrites(prompt, completion, table, array):
+        prompt[0]["content"] = "X"
+        table["ids"].append(5)
+        array += 1
+        return 1.0
+
+    def spoils_and_raises(completions):
+        completions[0] = "LONGER"
+        if len(completions) > 1:
+            raise ValueError("more than one")
+        return [float(len(completions[0]))]
+
+    def state(prompt, completion, table, array):
+        return len(prompt[0]["content"]) + 10 * len(table["ids"]) + 100 * array.sum()
+
     want = {clears: 1.0, rewrites: 1.0, spoils_and_raises: 6.0, state: 225}
     array = np.array([1.0, 1.0])  # of all tasks; a task is that of all samples of its group
     chats = [[{"role": "user", "content": "hello"}] for _ in range(3)]
