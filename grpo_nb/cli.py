@@ -208,12 +208,10 @@ def _demo(dir: Path, overrides: Sequence[str] = (), **how) -> bool:  # whether i
     "Two comparisons, each with its report, and what they say together."
     studies = {}
     os.environ["PYTHONWARNINGS"] = "ignore:scheme='reference' clips"  # one arm shows what it says
-    for act, recipe, more in (
-        ("motion", "motion", {"evaluate": _judge_with_fan}),
-        ("sums", "quickstart", {}),
-    ):
+    for act, recipe in {"motion": "motion", "sums": "quickstart"}.items():
+        how["evaluate"] = _judge_with_fan if act == "motion" else None
         recipe = data_path(f"recipes/{recipe}.yaml")
-        studies[act], report = _compare(recipe, overrides, dir=dir / act, **how, **more)
+        studies[act], report = _compare(recipe, overrides, dir=dir / act, **how)
         if report is None:
             return False
     say(_demo_report(dir, **studies))

@@ -77,14 +77,9 @@ def _scores_of(scores) -> dict[str, float]:
 class _Record:
     "The rows of a run; what it measures stands in the trainer's own rows as well, so that an interruption loses nothing."
 
-    def __init__(
-        self,
-        evaluate: Callable[[], Any],  # held-out scores now, as for `_scores_of`
-        budget: Budget,
-        every: Budget | None = None,  # evaluate along the way
-        metrics: Sequence[str] = (),  # have to be there after the first step
-    ):
-        self.evaluate, self.budget, self.every, self.metrics = evaluate, budget, every, metrics
+    def __init__(self, evaluate: Callable, budget: Budget, every=None, metrics: Sequence[str] = ()):
+        self.evaluate, self.budget = evaluate, budget  # `metrics` have to be there after a step
+        self.every, self.metrics = every, metrics
         # in a pool of threads the time of the process belongs to all runs together
         alone = threading.current_thread() is threading.main_thread()
         self.clock = time.process_time if alone else time.thread_time
@@ -124,12 +119,8 @@ class _Record:
 
 # %% ../../nbs/lab/06_runs.ipynb #81d02191
 @patch
-def train(
-    self: _Record,
-    trainer,  # with fit(steps), history and callbacks; one that has a history goes on
-    start: Mapping,  # scores before training
-) -> str:  # what ended the run
-    "Train until the budget is spent or there are no more tasks."
+def train(self: _Record, trainer, start: Mapping) -> str:
+    "Train until the budget is spent or there are no more tasks; a trainer with a history goes on."
     self.scores = dict(start)
     self.rows = [{"step": 0, "cpu_seconds": 0.0} | dict.fromkeys(COUNTERS, 0) | self.scores]
     for i, row in enumerate(trainer.history, 1):
@@ -153,14 +144,9 @@ def train(
 
 # %% ../../nbs/lab/06_runs.ipynb #4d114d76
 def _run_config(
-    base: GRPOConfig,
-    overrides: Mapping[str, Any],  # of the variant, and what was tuned
-    seed: int,
-    budget: Budget,
-    dir: Path | None = None,  # of the run
-    threads: int = 1,
-) -> GRPOConfig:
-    "The configuration of one run."
+    base: GRPOConfig, overrides: Mapping, seed: int, budget: Budget, dir=None, threads=1
+):
+    "The configuration of one run, of a variant and its tuned values."
     c = override(base, overrides)
     if not isinstance(budget, (Steps, Samples)) and c.optimizer.schedule != "constant":
         raise ValueError(

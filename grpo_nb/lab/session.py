@@ -442,19 +442,18 @@ def _described(trainer: GRPO) -> dict[str, Any]:
     "The configuration as it ran."
     tree, given = _named_config(trainer.config), trainer.given
     tasks, runner, held = tree["tasks"], trainer.rewards, trainer.eval_tasks
-    own = dict.fromkeys(given, "passed")
-    if made := tree.get("application"):  # movielens reads some keys
-        reads = ("tasks", "rewards") if made == "movielens" else ()
-        parts = {"policy", "tasks", "rewards", "eval_tasks"}.difference(reads)
-        own = dict.fromkeys(parts, made) | own
+    parts = {"motion": "policy tasks rewards eval_tasks", "movielens": "policy eval_tasks"}
+    made = tree.get("application")
+    own = dict.fromkeys(parts.get(made, "").split(), made) | dict.fromkeys(given, "passed")
     if "policy" in own:
         facts = _policy_facts(trainer.policy)
         keys, has = tree.get("policy", {}), facts["settings"]
         more = "".join(f", {k} {v}" for k, v in has.items() if k not in keys)
-        what = "<{own}: {class}, {parameters:,} parameters{more}>"
-        what = what.format(**facts, more=more, own=own["policy"])
+        what = "{class}, {parameters:,} parameters".format(**facts)
         keys = {k: has[k] for k in keys if k in has}
-        tree["policy"] = keys | {"model": _portable(keys.get("model") or what)}
+        tree["policy"] = keys | {
+            "model": _portable(keys.get("model") or f"<{own['policy']}: {what}{more}>")
+        }
     if "tasks" in own:
         kept = {} if hasattr(given.get("tasks"), "read") else tasks  # a stream has its own order
         several = {k: v for k, v in {"tasksets": None, "shares": "size"}.items() if k in kept}
