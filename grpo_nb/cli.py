@@ -110,11 +110,10 @@ def _wind_up(trainer: GRPO, before: Scores | None) -> None:
         if scores is not None:
             run.event(f"eval_{when}", step=trainer.step_done, **scores.metrics())
     plot_run(run).savefig(run.dir / "plots.png", dpi=100)
-    left = "Record and plots.png"
-    if hasattr(trainer.policy, "save_pretrained"):  # a diffusion policy is in the checkpoint alone
+    if saves := hasattr(trainer.policy, "save_pretrained"):  # a diffusion policy has checkpoints
         trainer.policy.save_pretrained(run.dir / "policy")
-        left = "Record, plots.png and the trained policy"
-    say(f"{left} are in {run.dir}")
+    left = ", plots.png and the trained policy" if saves else " and plots.png"
+    say(f"Record{left} are in {run.dir}")
 
 # %% ../nbs/07_cli.ipynb #a14d3258
 _BLOCK = {

@@ -336,12 +336,9 @@ def decide(
 
 # %% ../nbs/method/01_filter_groups.ipynb #73563c7c
 def _warn_of_shaping(
-    rollout: Rollout,  # one step's samples, not filtered
-    metrics: Sequence = (),  # names or functions that say what is right
-    weights: Mapping[str, float] | None = None,  # of the components
-    always: bool = False,  # also where the metrics do vary in other groups of the batch
+    rollout: Rollout, metrics: Sequence = (), weights: Mapping | None = None, always: bool = False
 ) -> None:
-    "Say so if groups train on other rewards alone, since the metrics are constant in them."
+    "Say so if groups train on other rewards alone, since the metrics are constant in them; `always`: also where they vary in other groups."
     if not metrics or rollout.rewards is None:
         return
     raw_P = varies(_metric_values(rollout, metrics, weights), rollout.group_N)

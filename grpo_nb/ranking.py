@@ -63,15 +63,15 @@ def _rank_rows(value_NK, lists, missing: float, error: float, penalties: Mapping
 
 # %% ../nbs/method/02_ranking.ipynb #ffd073c9
 def _rank_reward(
-    name: str,  # of the function
-    parser: ListParser,  # the rules
-    needed: Sequence[str],  # task columns
-    values: Callable,  # (lists, *columns) to (N, K)
-    missing: float = float("nan"),
+    name: str,
+    parser: ListParser,
+    needed: Sequence[str],
+    values: Callable,
+    missing: float = math.nan,
     error: float = 0.0,
-    penalties: dict[str, float] | None = None,
+    penalties: Mapping | None = None,
 ) -> Callable[..., list[list[float]]]:
-    "A reward function of values per rank."
+    "A reward function of values per rank, which `values` makes of lists and the needed task columns."
     known, what = STATUSES[1:-1], "penalties[{!r}], which is subtracted,"  # none beyond rank K
     penalties = {
         one_of("item status", k, known): check_number(what.format(k), v, 0)

@@ -141,13 +141,9 @@ def _logged(frame, metrics: Mapping[str, str] | str) -> dict[str, np.ndarray]:
 
 # %% ../../nbs/lab/02_plots.ipynb #2273cf12
 def _register_lines(
-    name: str,
-    ylabel: str,
-    metrics: Mapping[str, str] | str,
-    flat: str = "",  # remark where all lines are practically 0
-    **look,  # fields of `Panel`
+    name: str, ylabel: str, metrics: Mapping[str, str] | str, flat: str = "", **look
 ) -> None:
-    "A panel that draws lines of metrics."
+    "A panel that draws lines of metrics; `flat` is said where all are practically 0, `look` are fields of `Panel`."
 
     def panel(frame) -> Panel:
         lines = _logged(frame, metrics)
