@@ -176,7 +176,7 @@ def _compare(
     fixed = "seed steps max_seconds threads eval.every run.dir run.if_exists".split()
     if dead := [k for k in [*base, *(o.partition("=")[0] for o in ours)] if k in fixed]:
         raise ValueError(
-            f"{dead[0]} has no effect in a comparison: set compare.seeds, budget, eval_every, threads or dir."
+            f"{dead[0]} has no effect here: set compare.seeds, budget, eval_every or dir."
         )
     config = override(override(config, base), ours)  # what the command line says comes last
     title = str(block.pop("title", "Comparison"))
@@ -343,9 +343,7 @@ def _run_command(a: argparse.Namespace) -> int:
         found = what_if(a.run, a.advantage.replace(" ", "").split(","), a.filter)
         for table in (found.table(), found.filtering()):
             print(table.to_string(float_format="{:.3f}".format), end="\n\n")
-        print(
-            "These are the samples this run drew: with another estimator or filter the policy would have gone elsewhere."
-        )
+        print("These are the samples this run drew: another estimator would have drawn others.")
     elif a.command == "parse-log":
         summary = parse_filter_logs(Path(a.log))[1]
         if summary["message"]:

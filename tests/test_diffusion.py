@@ -1,7 +1,6 @@
 "Diffusion policies and motion tasks: samplers, scoring, padding, windows, storage, and runs through the trainer."
 
 import importlib.util
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +18,9 @@ from grpo_nb.applications.motion import (
     reach_policy,
     reach_tasks,
 )
-from grpo_nb.cli import main
 from grpo_nb.config import build_config
 from grpo_nb.core import seeded
-from grpo_nb.lab.budgets import Steps
-from grpo_nb.lab.compare import compare
-from grpo_nb.lab.recipe import GRPOConfig, load_config
+from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.lab.session import sample_table
 from grpo_nb.metrics import _completion_metrics
 from grpo_nb.policies.diffusion import DiffusionPolicy
@@ -170,17 +166,3 @@ def test_the_recordings_of_the_wheel():
     assert torch.allclose(train.values.flatten(0, 1).std(0), torch.ones(6), atol=1e-4)
     clips, _, mask = train.draw(400, seeded(0, "c"))
     assert 0.1 < _beat_share(clips, mask).mean() < 0.3
-
-
-def test_the_record_of_an_application_names_its_parts(tmp_path, capsys):
-    small = "steps=1 train_batch_size=2 num_generations=2 eval.samples=1".split()
-    args = ["train", "data:recipes/motion.yaml", *small, f"run.dir={tmp_path}/run"]
-    assert main(args) == 0
-    assert re.search(r"rewards reach\n(?s:.*)Record and plots.png are in", capsys.readouterr().out)
-    stored = GRPO.load(tmp_path / "run").config
-    assert "MotionMLP, 27,328 parameters, scheme ddpm" in stored.policy.model
-    assert "(4096 tasks" in stored.tasks.train and list(stored.rewards.functions) == ["reach"]
-    assert main([*args, "policy.temperature=0.5"]) == 2
-    base = load_config(args[1], small)  # the base's rewards judge a variant that weighs its own
-    variants, how = {"30x": {"advantage.scales.reach": 30}}, {"seeds": 1, "budget": Steps(1)}
-    assert compare(variants, base, dir=tmp_path / "study", **how).frame()["eval_sampled"].notna()[0]

@@ -232,9 +232,7 @@ def _run_study(spec: Spec, executor: Executor | None) -> Study:
             results = results + _run_missing(jobs, report, executor)
     except KeyboardInterrupt:
         have = [r for j in [*tuning, *jobs] if (r := finished(j))]
-        say(
-            f"Stopped; {len(have)} of {planned} runs are finished. The same call goes on from here."
-        )
+        say(f"Stopped; {len(have)} of {planned} runs are finished. The same call goes on here.")
         return Study(spec.tree(), have, environment(spec.seeds), planned - len(have))
     for name in spec.variants:
         mine = [r for r in results if r["variant"] == name and r["phase"] == "report"]

@@ -222,9 +222,8 @@ def _repr_html_(self: Table) -> str:
 def _repr_html_(self: Study) -> str:
     from markupsafe import escape
 
-    return f"<p><b>{escape(repr(self))}</b></p>" + (
-        self.table()._repr_html_() if self.columns else ""
-    )
+    table = self.table()._repr_html_() if self.columns else ""
+    return f"<p><b>{escape(repr(self))}</b></p>{table}"
 
 
 @patch

@@ -451,9 +451,8 @@ def _described(trainer: GRPO) -> dict[str, Any]:
         more = "".join(f", {k} {v}" for k, v in has.items() if k not in keys)
         what = "{class}, {parameters:,} parameters".format(**facts)
         keys = {k: has[k] for k in keys if k in has}
-        tree["policy"] = keys | {
-            "model": _portable(keys.get("model") or f"<{own['policy']}: {what}{more}>")
-        }
+        what = keys.get("model") or f"<{own['policy']}: {what}{more}>"
+        tree["policy"] = keys | {"model": _portable(what)}
     if "tasks" in own:
         kept = {} if hasattr(given.get("tasks"), "read") else tasks  # a stream has its own order
         several = {k: v for k, v in {"tasksets": None, "shares": "size"}.items() if k in kept}
@@ -581,9 +580,7 @@ def _open_run(self: _Session) -> Mapping | None:  # the state that was loaded
         if again:
             run.truncate_after(trainer.step_done)
     if run.dir != folder:
-        say(
-            f"{folder} holds a run, so this one is {run.dir}; run.if_exists=resume goes on with the other."
-        )
+        say(f"{folder} holds a run, so this one is {run.dir}; run.if_exists=resume continues it.")
     self.run, self.closed = run, False
     if again:
         trainer.history = History(run.dir / "metrics.jsonl")
