@@ -343,11 +343,7 @@ FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}
         (PARTS, "1+", "leaves out what"),  # a text has no parts, so nothing is left of it
         ("a", "1+", "leaves out what"),
         (BEGUN, "1+", "leaves out what"),  # of a text its end, of two parts the second
-        (
-            BEGUN,
-            [U | {"content": [ONE, ONE | {"text": "+"}]}],
-            "leaves out what",
-        ),
+        (BEGUN, [U | {"content": [ONE, ONE | {"text": "+"}]}], "leaves out what"),
         (USERS, [S, U], "leaves out what {'role': 'system'"),
         (LAST, [U, A, U], "leaves out what {'role': 'user'"),  # not the one that it says
         (LAST, [U | {"content": ""}, U], "1+a"),

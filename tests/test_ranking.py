@@ -19,11 +19,7 @@ from grpo_nb.list_parsing import (
     token_pieces,
     with_lists,
 )
-from grpo_nb.ranking import (
-    SafetyOracle,
-    make_relevance_reward,
-    make_safe_reward,
-)
+from grpo_nb.ranking import SafetyOracle, make_relevance_reward, make_safe_reward
 
 FAST = settings(max_examples=60, deadline=None)
 

@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 from grpo_nb.config import build_config
 from grpo_nb.core import Rollout
 from grpo_nb.lab.recipe import GRPOConfig, open_stream
-from grpo_nb.scheduler import (
-    SELECTOR_METRIC,
-    PassRateCalculator,
-    TasksetScheduler,
-)
+from grpo_nb.scheduler import SELECTOR_METRIC, PassRateCalculator, TasksetScheduler
 from grpo_nb.selectors import TaskSelectorConfig
 from grpo_nb.shares import Shares, _make_shares
 from grpo_nb.tasks import Task

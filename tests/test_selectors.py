@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_nb.difficulty import PassRateEstimator
-from grpo_nb.selectors import (
-    TaskSelectorConfig,
-    easy_to_hard,
-    make_selector,
-    nearest,
-)
+from grpo_nb.selectors import TaskSelectorConfig, easy_to_hard, make_selector, nearest
 
 CONFORMANCE = Path(__file__).parent / "conformance"
 pytestmark = pytest.mark.filterwarnings("ignore:difficulty_based with tau")

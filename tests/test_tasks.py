@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.tasks import (
-    Task,
-    Taskset,
-    _feature_array,
-    overlap,
-)
+from grpo_nb.tasks import Task, Taskset, _feature_array, overlap
 
 ROWS = [
     {"prompt": "2+3=", "answer": "5", "carries": 0},
