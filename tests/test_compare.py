@@ -629,18 +629,16 @@ def test_parts_of_a_notebook_reach_workers_and_only_what_was_edited_is_trained_a
 
     def study(*given):
         script, argv = tmp_path / "notebook.py", (tmp_path / "d", *given)
-        said = forked.run(
-            tmp_path / "out", runpy.run_path, str(script), None, "__main__", argv=argv
-        )
+        run = (runpy.run_path, str(script), None, "__main__")
+        said = forked.run(tmp_path / "out", *run, argv=argv)
         *told, keys, rewards = said.strip().splitlines()
         return keys.split(), rewards.split(), sum(t[0] == "[" for t in told)  # a line a run
 
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     keys, _, trained = study("0.5", "7", "2")
     assert trained == 5 and len(set(keys)) == 5
-    edited, rewards, trained = study(
-        "0.25", "", "1"
-    )  # what the estimator uses, what a partial holds
+    # what the estimator uses, and what a partial holds, is another
+    edited, rewards, trained = study("0.25", "", "1")
     assert [a == b for a, b in zip(keys, edited)] == [True, False, False, True, True]
     assert float(rewards[2]) == 1.0 and trained == 2
 

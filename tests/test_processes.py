@@ -155,11 +155,8 @@ def run_jobs(rank, jobs, folder):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    meet, wait = (
-        f"file://{folder}/meet",
-        timedelta(seconds=300),
-    )  # who waits longer waits for nobody
-    dist.init_process_group("gloo", meet, world_size=2, rank=rank, timeout=wait)
+    how = {"world_size": 2, "rank": rank, "timeout": timedelta(seconds=300)}
+    dist.init_process_group("gloo", f"file://{folder}/meet", **how)
     assert place() == (rank, 2)
     found = {}
     for name, f in jobs.items():

@@ -615,9 +615,7 @@ def test_a_reward_written_for_trl_works_unchanged(workers):
         texts = [c[0]["content"] for c in completions]
         log_extra("extracted", [t.strip() for t in texts])
         log_metric("length", sum(map(len, texts)) / len(texts))
-        assert trainer_state.global_step == 7 and [len(i) for i in completion_ids] == [3] * len(
-            texts
-        )
+        assert trainer_state.global_step == 7 and {len(i) for i in completion_ids} == {3}
         return [None if a is None else float(t == a) for t, a in zip(texts, answer)]
 
     chat = [{"role": "user", "content": "1+1="}]
@@ -664,11 +662,7 @@ CALLS = [  # what is called, with what, and what its message names
     (lambda v: RewardRunner({"f": v}), [*ODD, yields, streams, max, exact_answer], "'f'"),
     (lambda v: RewardRunner({v: ONE["f"]}), (3, "", nan), "name must be non-empty text"),
     (lambda v: RewardRunner(ONE, config=v), (3, RewardConfig, {}, []), "must be a RewardConfig"),
-    (
-        lambda v: RewardRunner(ONE).load_state_dict(v),
-        (None, [], {}, {"version": 1}),
-        "of a run with",
-    ),
+    (RewardRunner(ONE).load_state_dict, (None, [], {}, {"version": 1}), "of a run with"),
     (lambda v: RewardRunner(ONE, on_timeout=v), (Judge, nan, True, {"f": "0"}), "on_timeout"),
     (lambda v: RewardRunner(ONE, keep_env=v), [3], "keep_env"),
     (RewardRunner, [WHOLE], "cannot be a whole_batch function"),

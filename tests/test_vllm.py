@@ -390,9 +390,8 @@ def test_prompts_too_long_for_the_server_are_named_before_anything_is_sent(serve
     server.limit = 16
     policy = policy_at(server.url)
     server.asked.clear()
-    with pytest.raises(
-        ValueError, match=r"7 prompt tokens \+ 10 new tokens exceed the server's 16"
-    ):
+    why = r"7 prompt tokens \+ 10 new tokens exceed the server's 16"
+    with pytest.raises(ValueError, match=why):
         policy.sample([Task("<bos>91-27=")], 2, seeded(0))
     assert not server.asked
 
@@ -504,13 +503,8 @@ def test_every_batch_but_the_first_is_exactly_one_update_old(server):
     kept = fitted(trainer)
     assert clashes == []  # no new weights while something is drawn
     assert [r["sampling/staleness"] for r in trainer.history] == [0, 1, 1, 1, 1]
-    assert [r.info["policy_version"].unique().tolist() for r in kept.seen] == [
-        [0],
-        [0],
-        [1],
-        [2],
-        [3],
-    ]
+    versions = [r.info["policy_version"].unique().tolist() for r in kept.seen]
+    assert versions == [[0], [0], [1], [2], [3]]
     server.restart()
     lagging = ahead(server.url, staleness=0, train_batch_size=4)
     engine, before = lagging.policy.engine, []
@@ -549,9 +543,8 @@ def test_a_run_that_reads_ahead_resumes_with_the_batch_under_way(server, tmp_pat
     trainer.callbacks += [first, save]
     trainer.fit(3)
     server.restart()
-    later = GRPO.load(
-        saved[0], policy=policy_at(server.url, engine={"max_staleness": 1, "tol": 1e-4})
-    )
+    policy = policy_at(server.url, engine={"max_staleness": 1, "tol": 1e-4})
+    later = GRPO.load(saved[0], policy=policy)
     second = fitted(later)
     assert first.tasks()[:2] + second.tasks() == want
     assert [r["sampling/staleness"] for r in later.history] == [0, 1, 1]
