@@ -314,7 +314,7 @@ def _is_prose(text: str) -> bool:
     number = r"(?:[0-9.]+|\|[0-9]{2}|\|\{[0-9]+\}\{[0-9]+\})"  # or a fraction
     factor = rf"[(\[] ?{number} ?\|?[)\]]"  # 2(3), (2)(3), (2)3
     factors = rf"(?:(?<![_^.0-9])[0-9.]+|(?<![|\w]){factor}) ?\|?{factor}(?! ?\^)|(?<![|\w]){factor} ?[0-9]"
-    odd = r"[A-Za-z]{3,}|^[A-Za-z] ?[A-Za-z]$|[0-9]\s+[0-9]|[0-9)}]\s*_|(?<!\|)(?<!\| )[A-Za-z][0-9]|\.[0-9]*\.|(?<!\\)\$|\\[(\[]|['\"]"
+    odd = r"[A-Za-z]{3,}|^(?:[A-Z] ?[A-Z]|[Nn]o)$|[0-9]\s+[0-9]|[0-9)}]\s*_|(?<!\|)(?<!\| )[A-Za-z][0-9]|\.[0-9]*\.|(?<!\\)\$|\\[(\[]|['\"]"
     odd_in_latex = r"\\(?:[lc]?dots|approx|equiv|sim|prime|phantom|gcd)(?![A-Za-z])|^~|~~|\\partial|frac\{d[^{}]*\}\{d"
     lines = "\\\\" in text and "\\begin" not in text
     return lines or bool(re.search(f"{odd}|{factors}", plain) or re.search(odd_in_latex, text))
@@ -322,12 +322,12 @@ def _is_prose(text: str) -> bool:
 
 def _listed(text: str) -> str:
     "Values joined by `and` or `or` as a list with commas; a matrix drawn as an array as a matrix."
-    array = r"(?s)\\left ?[\[(] ?\\begin ?\{array\} ?(?:\{[lcr]*\})?(.*?)\\end ?\{array\} ?\\right ?[\])]"
+    array = r"(?s)\\left ?[\[(] ?\\begin ?\{array\} ?(?:\{[lcr]*\})?((?:(?!\\begin).)*?)\\end ?\{array\} ?\\right ?[\])]"
     text = re.sub(array, r"\\begin{pmatrix}\1\\end{pmatrix}", text)
     if re.search(r"[<>]|\\(?:[lg]e|[lg]eq|[lg]t|leqslant|geqslant)(?![A-Za-z])", text):
         return text
     spoken = r"(?<=[\d)}\]])(?: ?\$)?,? ?(?:and|or) ?(?:\$ ?)?(?=[-+\d(\\\[{])"
-    return re.sub(rf"(?:, ?)?{_WRITTEN_AND}|{spoken}", ",", text)
+    return re.sub(rf"(?:, ?)?{_WRITTEN_AND}|{spoken}", ", ", text)
 
 
 def _result(text: str) -> str:

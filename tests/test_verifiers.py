@@ -24,6 +24,7 @@ from grpo_nb.verifiers import (
     _between_tags,
     _gym_scorer,
     _is_prose,
+    _listed,
     _memory_limit,
     _quantity,
     _without_unit,
@@ -160,14 +161,15 @@ def test_between_tags_finds_the_last_pair(noise, inside):
 
 def test_answers_are_found_in_linear_time():
     start = time.process_time()
-    for piece in r"<answer>|<think>|\boxed{|\boxed{2}|$|*|`|1 |1,|\(|\)|{|5 or |~|(".split("|"):
+    pieces = r"<answer>|<think>|\boxed{|\boxed{2}|\left(\begin{array}|$|*|`|1 |1,|\(|\)|{|5 or |~|("
+    for piece in pieces.split("|"):
         text = piece * (200_000 // len(piece))
         for extract in ("whole", "tags"):
             assert exact_answer(extract=extract)(completion=text, answer="1") == 0.0
         assert answer_tags()(completion=text) == 0.0
         assert _without_unit(text) == (text, "")
-        _is_prose(text)
-    assert time.process_time() - start < 20
+        _is_prose(_listed(text))
+    assert time.process_time() - start < 8
 
 
 ATTACKS = """
