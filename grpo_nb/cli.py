@@ -176,7 +176,7 @@ def _compare(
     fixed = "seed steps max_seconds threads eval.every run.dir run.if_exists".split()
     if dead := [k for k in [*base, *(o.partition("=")[0] for o in ours)] if k in fixed]:
         raise ValueError(
-            f"{dead[0]} has no effect here: set compare.seeds, budget, eval_every or dir."
+            f"{dead[0]} has no effect here: set compare.seeds, budget, eval_every, threads or dir."
         )
     config = override(override(config, base), ours)  # what the command line says comes last
     title = str(block.pop("title", "Comparison"))

@@ -523,8 +523,7 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     has = lambda rest: (re.search(r"(?<!\\):" + rest, text) for text in (found, reference))
     if any(has(r"[^:=]*(?<!\\):")) or all(has(" ?[0-5][0-9]$")):
         return False  # 1:2:3 is no 1/6, and 2:30 no 1:15
-    plain = lambda at: Rational(pair[at][0]) if pair[at] else None  # 1 2/3, 2e3
-    gold, guess = plain(1), plain(0)
+    guess, gold = (q and Rational(q[0]) for q in pair)  # 1 2/3, 2e3
     if gold is None and _is_prose(reference):
         return False
     found, reference = _capitals_apart(found, reference)
@@ -539,11 +538,10 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
             guess = _read_math(found, limit)
         if guess is None or not timeout(limit)(_same_math)(gold, guess, limit):
             return False
+        if not isinstance(gold, FiniteSet) or "\\{" in found + reference:
+            return True
         texts = (reference, found)
-        commas = max(len(re.findall(r"(?<!\\)[,;]", t)) for t in texts) * (
-            "\\{" not in found + reference
-        )
-        if not isinstance(gold, FiniteSet) or commas < len(gold.args):
+        if max(len(re.findall(r"(?<!\\)[,;]", t)) for t in texts) < len(gold.args):
             return True
         each = [_read_math(f"({text})", limit).args for text in texts]  # 1,1,2 or 1,2,2
         return timeout(limit)(_same_list)(*each, limit)
