@@ -211,14 +211,16 @@ def _prompt_of(row: Mapping, prompt: str | Callable[[dict], Any]) -> str | list[
 # %% ../nbs/method/01_tasks.ipynb #4ad722ed
 def _check_prompt(value: Any) -> str | list[dict]:
     "A prompt as it is, a chat as new dicts; a ValueError for anything else."
-    value = value.tolist() if hasattr(value, "tolist") else value  # of pandas
+    bare = lambda x: x.tolist() if hasattr(x, "tolist") else x  # of pandas
+    value = bare(value)
     if isinstance(value, str) and value:
         return value
     listed = isinstance(value, (list, tuple)) and len(value)
     if listed and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in value):
+        value = [dict(m) | {"content": bare(m["content"])} for m in value]
         contents = [m["content"] for m in value if "tool_calls" not in m]  # beside those it is null
         if all(isinstance(x, (str, list, tuple)) for x in contents):
-            return [dict(m) for m in value]
+            return value
     raise ValueError(
         f"a prompt is text that is not empty, or a list of messages with role and content; got {value!r:.60}."
     )

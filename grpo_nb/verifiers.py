@@ -287,7 +287,8 @@ def exact_answer(
         accepted = _accepted_answers(columns[column], column, find)
         found = _bare(find(completion, columns) or "")
         form = str.casefold if ignore_case else str
-        same = lambda x: form(found) == form(x) or _same_quantity(_quantity(found), _quantity(x))
+        texts = {form(found), form(_without_unit(found)[0])}
+        same = lambda x: form(x) in texts or _same_quantity(_quantity(found), _quantity(x))
         return float(any(map(same, accepted))) if accepted else None
 
     return reward

@@ -91,7 +91,7 @@ def test_any_text_survives(tmp_path_factory, prompts, ends):
 def test_chat_prompts_from_every_source(tmp_path):
     import datasets
 
-    chat = [{"role": "user", "content": "2+3?"}]
+    chat = [{"role": "user", "content": [{"type": "text", "text": "2+3?"}]}]
     rows, path = [{"prompt": chat, "answer": "5"}], tmp_path / "chat.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)
     for source in (rows, path, pq.read_table(path).to_pandas(), datasets.Dataset.from_list(rows)):
