@@ -333,10 +333,8 @@ def _listed(text: str) -> str:
 
 def _result(text: str) -> str:
     "The 8 of 5+3=8, and x=8 of x=5+3=8."
-    command = r"\\(?:[dt]?frac|[dt]?binom|sqrt|pi|cdot|times|div|left|right|log|ln|sin|cos|tan)(?![A-Za-z])"
-    known = (
-        rf"\\(?:text|mathrm|mbox) ?\{{[^{{}}]*\}}|{command}|\\[%$!,;: ]|,(?=\d{{3}}(?!\d))|\{{,\}}"
-    )
+    command = r"\\(?:[dt]?frac|[dt]?binom|sqrt|pi|cdot|times|div|left|right|log|ln|sin|cos|tan)(?![A-Za-z])|\\[%$!,;: ]"
+    known = rf"\\(?:text|mathrm|mbox) ?\{{[^{{}}]*\}}|{command}|,(?=\d{{3}}(?!\d))|\{{,\}}"
     first, *rest = map(str.strip, text.split("="))
     clear = [not re.search(r"[A-Za-z\\,;<>]", re.sub(known, "", x)) for x in (first, *rest)]
     if not rest or not all(clear[1:]):

@@ -4,8 +4,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
@@ -66,24 +66,14 @@ def test_math_equivalence_in_its_worker():
         ("$1$", r"\frac{", -2),
     ]
     options = dict(on_timeout=-1.0, on_error=-2.0, **QUIET)
-    scored = []
-    with RewardRunner([math_equivalence(math_timeout_s=2)], **options) as runner:
+    maths = math_equivalence(math_timeout_s=2)
+    with ThreadPoolExecutor() as pool, RewardRunner([maths], **options) as runner:
         job = batch([c for c, _, _ in cases], [{"answer": a} for _, a, _ in cases])
-        thread = threading.Thread(target=lambda: scored.append(runner(job).rewards_NR[:, 0]))
-        thread.start()
-        thread.join()
-    assert scored[0].nan_to_num(nan=-99).tolist() == [w for _, _, w in cases]
-    assert runner.config.workers == 0  # it gets a process anyway, also when called from a thread
-    thread = threading.Thread(target=lambda: scored.append(refused()), daemon=True)
-
-    def refused():
+        scored = pool.submit(runner, job).result().rewards_NR[:, 0]
         with pytest.raises(RuntimeError, match="needs the main thread"):
-            math_equivalence()(completion="1", answer="1")
-        return "refused"
-
-    thread.start()
-    thread.join()
-    assert scored[-1] == "refused"
+            pool.submit(maths, completion="1", answer="1").result()
+    assert scored.nan_to_num(nan=-99).tolist() == [w for _, _, w in cases]
+    assert runner.config.workers == 0  # it gets a process anyway, also when called from a thread
 
 
 def test_accepted_answers_of_any_sequence():
