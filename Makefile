@@ -101,4 +101,4 @@ hooks: $(STAMP) ## git hooks: clean notebooks on save, merge them cell by cell
 	$(BIN)/nbdev_install_hooks
 
 clean: ## remove what was built
-	rm -rf $(VENV) _docs _proc build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* _docs _proc build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

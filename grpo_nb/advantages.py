@@ -109,6 +109,8 @@ def grouped_rewards(
     ok = torch.ones(n, k, dtype=torch.bool, device=x.device)
     if mask_NK is not None:
         mask = torch.as_tensor(mask_NK, device=x.device).bool()
+        if mask.shape not in ((n,), (n, 1), (n, k)):
+            raise ValueError(f"mask_NK must be ({n},) or ({n}, {k}), got {tuple(mask.shape)}.")
         ok = (mask[:, None] if mask.ndim == 1 else mask).expand(n, k)
         x = torch.where(ok[:, None], x, torch.nan if missing == "excluded" else 0.0)
     ok = ok & ~x[:, [w != 0 for w in weights]].isnan().all(1)

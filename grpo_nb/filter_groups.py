@@ -358,6 +358,7 @@ def p_dead(
 ) -> float | np.ndarray:
     "Probability that all G samples of a task get the same 0/1 reward."
     rate = np.asarray(p, dtype=np.float64)
+    check_number("num_generations", num_generations, 1, whole=True)
     if not ((rate >= 0) & (rate <= 1)).all():
         raise ValueError(f"A pass rate lies in [0, 1], got {p}.")
     dead = rate**num_generations + (1 - rate) ** num_generations

@@ -72,7 +72,7 @@ class RewardConfig:
     start_timeout_s: Positive = 120.0  # how long a worker may take to start, seconds
     max_error_share: Share = 0.5  # stop above this share of failures of a component in a batch
     warn_error_share: Share = 0.01  # warn above this share
-    seed: int = 0  # root of `sample_seed`
+    seed: int | None = None  # root of `sample_seed`; None: the run's, 0 in a runner of one's own
 
 # %% ../nbs/method/03_reward_runner.ipynb #653cd89e
 def _failure_policy(config: RewardConfig, outcome: str, component: str) -> str | float:
@@ -297,7 +297,7 @@ def __call__(
 @patch
 def _score(self: RewardRunner, record: _RewardRecord, columns: dict, n: int) -> None:
     "Call every function: in workers those that need them, the others here; results come in any order."
-    seeds = lambda s: [seed_of(self.config.seed, s.name, self.batches, i) for i in range(n)]
+    seeds = lambda s: [seed_of(self.config.seed or 0, s.name, self.batches, i) for i in range(n)]
     asks = lambda s: s.accepts is None or "sample_seed" in s.accepts
     args = [s.pick(columns | ({"sample_seed": seeds(s)} if asks(s) else {})) for s in self.specs]
     if self.pooled:

@@ -473,7 +473,7 @@ def _make_runner(rewards: Any, config: TrainerConfig) -> RewardRunner:
     if isinstance(rewards, RewardRunner):
         return rewards
     how = config.rewards.run
-    seed = how.seed if "seed" in given_keys(how) else config.seed
+    seed = config.seed if how.seed is None else how.seed
     return RewardRunner(rewards, config=dataclasses.replace(how, seed=seed))
 
 

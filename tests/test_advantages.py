@@ -1,6 +1,7 @@
 import itertools
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -123,40 +124,34 @@ MULTI = load("multireward")
 def test_multireward(case):
     params, expected = case["params"], case["expected"]
     rewards = torch.tensor(case["inputs"]["rewards"], dtype=torch.float64)
+    estimate, what = advantages, "advantages"
     if params["op"] == "conditioning":
-        return conditioning(rewards, params, expected, case["tolerance"])
-    batch = params["op"] == "advantage_batch"
-    group_N = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1]) if batch else None
-    rows = rewards.flatten(0, 1) if batch else rewards
-    group_N = torch.zeros(len(rows), dtype=torch.long) if group_N is None else group_N
-    modes = {"na": "mo_grpo", "an": "grpo", "single": "grpo"}
+        estimate, what = conditioned, "rewards"
+    with pytest.raises(ValueError) if "error" in expected else nullcontext():
+        got = estimate(rewards, params)
+        agree(got.flatten(), np.ravel(expected[what]).tolist(), case["tolerance"])
+
+
+def advantages(rewards, params):
+    group_N = torch.zeros(len(rewards), dtype=torch.long)
+    if params["op"] == "advantage_batch":
+        group_N = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
+        rewards = rewards.flatten(0, 1)
     kw = dict(eps=params["eps"], ddof=0, **F64)
-    if "error" in expected:
-        with pytest.raises(ValueError):
-            ADVANTAGES[modes.get(params["mode"], params["mode"])](
-                rows, group_N, params["weights"], **kw
-            )
-        return
     if params["mode"] == "single":
-        got = grpo(rows[:, 0], group_N, **kw)
-    else:
-        got = ADVANTAGES[modes[params["mode"]]](rows, group_N, params["weights"], **kw)
-    agree(got, np.ravel(expected["advantages"]).tolist(), case["tolerance"])
+        return grpo(rewards[:, 0], group_N, **kw)
+    mode = {"na": "mo_grpo", "an": "grpo"}.get(params["mode"], params["mode"])
+    return ADVANTAGES[mode](rewards, group_N, params["weights"], **kw)
 
 
-def conditioning(rewards, params, expected, tolerance):
-    conditioned, on = params["conditioned"], params["gate"]
-    go = lambda: gate(rewards, conditioned, on, at_least=1, at_most=1, how=params["impl"])
-    if "error" in expected:
-        with pytest.raises(ValueError):
-            go()
-        return
-    got = rewards if params["impl"] == "none" else go()
+def conditioned(rewards, params):
+    if params["impl"] == "none":
+        return rewards
+    at = params["conditioned"]
+    got = gate(rewards, at, params["gate"], at_least=1, at_most=1, how=params["impl"]).clone()
     if params["impl"] == "subgroup":
-        got = got.clone()
-        column = got[:, conditioned]
-        got[:, conditioned] = ADVANTAGES["dr_grpo"](column, [0] * len(column), **F64)
-    agree(got.flatten(), np.ravel(expected["rewards"]).tolist(), tolerance)
+        got[:, at] = ADVANTAGES["dr_grpo"](got[:, at], [0] * len(got), **F64)
+    return got
 
 
 VERL = load("verl")
@@ -170,8 +165,7 @@ def verl_call(case):
     lengths = inputs["lengths"]
     if "mask" in inputs:
         lengths = np.array(inputs["mask"]).sum(1).tolist()
-    raw = dict(singleton="raw", **F64)
-    groups = inputs["group_ids"]
+    raw, groups = dict(singleton="raw", **F64), inputs["group_ids"]
     if name == "gdpo":
         by_key = [inputs["rewards_by_key"][k] for k in params["reward_keys"]]
         rewards = torch.tensor(by_key, dtype=dtype).t()
@@ -425,7 +419,10 @@ def test_the_correlation_with_each_reward_is_that_of_the_mo_grpo_theorem():
     assert corr == pytest.approx([3**-0.5] * 3, abs=1e-4)
 
 
-def test_names_twice_and_weights_as_text_are_refused():
+def test_names_twice_weights_as_text_and_short_masks_are_refused():
+    for mask in ([True], [True] * 3, [[True] * 2] * 2):
+        with pytest.raises(ValueError, match="mask_NK must be"):
+            grpo(torch.ones(2, 2), [0, 0], mask_NK=torch.tensor(mask))
     with pytest.raises(ValueError, match="names that differ"):
         compute_advantages(torch.ones(2, 2), [0, 0], ["a", "a"])
     with pytest.raises(ValueError, match="a sequence of 2 numbers"):

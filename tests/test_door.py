@@ -25,6 +25,7 @@ from grpo_nb.lab import recipe
 from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_stream
 from grpo_nb.list_parsing import ListParser
 from grpo_nb.losses import POLICY_LOSSES
+from grpo_nb.policies.diffusion import DiffusionPolicy
 from grpo_nb.policies.samplers import ddim_sampler
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.ranking import SafetyOracle, make_relevance_reward
@@ -57,6 +58,7 @@ class Stream:
         return self.rows[:n]
 
 
+PATHS = DiffusionPolicy(torch.nn.Linear(2, 2), ddim_sampler(2), shape=(2,))
 REFUSED, TOLD, USED = "refused", "told", "used"
 KEYS = [
     ("policy.temperature", 1.0, {}, REFUSED),  # the default, said aloud
@@ -79,6 +81,7 @@ KEYS = [
     ("rewards.run.on_none", "raise", {}, USED),
     ("rewards.run.on_none", "raise", {"rewards": RewardRunner(RIGHT)}, REFUSED),
     ("rewards.run.seed", 5, {}, USED),
+    ("policy.dtype", "float32", {"policy": PATHS}, USED),  # a default, as printed
     ("rewards.run.timeout_s", 5.0, {}, TOLD),
     ("eval.every", 1, {}, TOLD),
     ("update.loss.kl_kind", "k2", {}, TOLD),

@@ -139,8 +139,7 @@ def test_trl_with_other_numbers_of_processes(name, processes, says):
 def test_a_shell_script_and_a_yaml_file_are_read_alike(tmp_path):
     overrides = CASES["verl/02_dapo_two_nodes"]["overrides"]
     script = tmp_path / "run.sh"
-    lines = " \\\n    ".join(f"'{o}'" for o in overrides)
-    lines = lines.replace("=16'", "='$n")
+    lines = " \\\n    ".join(f"'{o}'" for o in overrides).replace("=16'", "='$n")
     script.write_text(f"set -x\nn=16\npython3 -m verl.trainer.main_ppo \\\n    {lines}\n")
     assert config_from_verl(script).config == config_from_verl(overrides).config
     (tmp_path / "run.yaml").write_text(
@@ -170,10 +169,9 @@ buffer:
 
 
 def test_tasksets_of_the_original_document_are_read_and_opened(tmp_path):
-    path = tmp_path / "t.jsonl"
+    path, recipe = tmp_path / "t.jsonl", tmp_path / "r.yaml"
     rows = [{"prompt": f"{i}+1=", "correct": 0.1, "uncertainty": 0.5} for i in range(10)]
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    recipe = tmp_path / "r.yaml"
     recipe.write_text(DOCUMENT.replace("PATH", str(path)))
     config = config_from_trinity(recipe).config
     p = config.policy
@@ -216,8 +214,10 @@ def test_a_misspelt_key_is_told_with_the_one_that_was_meant():
     left = config_from_trinity({"buffer.batch_sise": 4}).left
     assert left["buffer.batch_sise"].endswith("did you mean 'batch_size'?")
     assert [config_from_trl(x).config.seed for x in ({}, {"seed": 0})] == [42, 0]
-    table = config_from_trl({"loss_type": "dr_grpo"}).table()
-    assert table.loc["loss_type", "value"] == "ppo, dr_grpo"
+    found = config_from_trl({"loss_type": "dr_grpo", "generation_kwargs": {"top_a": 1}})
+    assert found.table().loc["loss_type", "value"] == "ppo, dr_grpo"
+    turns = config_from_verl(["actor_rollout_ref.rollout.multi_turn.enable=true"])
+    assert all("this changes" in [*x.left.values()][0] for x in (found, turns))
 
 
 def test_truncation_length_penalty_and_the_floor_are_read():

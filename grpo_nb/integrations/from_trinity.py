@@ -39,7 +39,6 @@ _TRINITY_REASONS = (
     (r"buffer\.", "nothing here follows from it"),
     (r"explorer\.auxiliary_models", "a second model as judge: give a reward function"),
     (r"explorer\.", "engine that generates there"),
-    (r".*operators.*mask_response_truncated", "truncated completions leave the loss there: no such setting, this changes the method"),
     (r"trainer\.", "how work is split over devices"),
     (r"(project|name|checkpoint_root_dir|group|mode|monitor|log)", "names and folders of the other program: see run.dir"),
 )  # fmt: skip
@@ -158,15 +157,9 @@ def _trinity_operators(s: Settings, notes: list) -> dict[str, Any]:
             notes.append(
                 "dapo_dynamic_sampling keeps groups that are neither all right nor all wrong: filter_groups with metric accuracy, where a reward has that name"
             )
-            s.leave(
-                "no experience operator of that name: read as filter_groups.enable with metric accuracy",
-                key,
-            )
+            s.leave("no operator of that name: read as filter_groups with metric accuracy", key)
         elif entry.get("name") == "mask_response_truncated":
-            s.leave(
-                "truncated completions leave the loss there: no such setting, this changes the method",
-                key,
-            )
+            s.leave("truncated completions leave the loss there: set update.mask_truncated", key)
         else:
             keep.append({k: v for k, v in entry.items() if v})
             s.taken |= {k: "tasks.operators" for k in s.given if k.startswith(f"{at}.{place}.")}

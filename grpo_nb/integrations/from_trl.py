@@ -34,14 +34,14 @@ _TRL_SCALES = {
     "none": "dr_grpo",
 }
 _TRL_REASONS = (
-    (r"(use_vllm|vllm_|cache_implementation|generation_kwargs|use_transformers_paged|ds3_)", "where and how samples are generated; no effect on the method here"),
+    (r"(use_vllm|vllm_|cache_implementation|use_transformers_paged|ds3_)", "where and how samples are generated; no effect on the method here"),
     (r"(gradient_checkpointing|attn_implementation|use_liger|bf16|fp16|tf32|torch_dtype|dtype|deepspeed|fsdp|ddp_|optim$|torch_)", "memory, speed or precision of the other program"),
     (r"dataset_", "a hub data set: give tasks.train a file"),
     (r"reward_funcs", "names of functions of that project, not in REWARDS: give rewards.functions"),
     (r"max_prompt_length", "prompts are never cut; no such setting (and none in TRL 1.16)"),
     (r"model_revision", "no revision of a hub model can be given"),
     (r"lora_|use_peft", "use_peft is not set, so TRL trains all weights and never reads it"),
-    (r"(min_p|repetition_penalty)", "no such sampling option here: this changes what is sampled"),
+    (r"(min_p|repetition_penalty|generation_kwargs)", "no such sampling option here: this changes what is sampled"),
     (r"(top_entropy_quantile|off_policy_mask_threshold)", "no such selection of tokens here: this changes the method"),
     (r"code_eval_", "option of a reward function of that project"),
     (r"(push_to_hub|hub_|log|report_to|save_|eval_|do_eval|per_device_eval|output_dir|overwrite_|run_name|wandb_|callbacks|benchmarks|resume)", "hub, logging or evaluation of the other program: see run.dir, eval.every, checkpoint.every"),

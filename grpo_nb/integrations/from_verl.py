@@ -36,6 +36,7 @@ _VERL_REASONS = (
     (r"algorithm\.kl_(ctrl|penalty)", "belongs to the KL in the reward, which is off"),
     (r"actor_rollout_ref\.rollout\.val_kwargs", "evaluation samples as training does, and greedily: eval.samples, eval.greedy"),
     (r".*(micro_batch|dynamic_bsz|max_token_len|fsdp|ulysses|offload|strategy|megatron|shuffle)", "how work is split over devices; no effect on the method"),
+    (r"actor_rollout_ref\.rollout\.(multi_turn|agent)", "no tools and no further turns here: this changes the method"),
     (r"actor_rollout_ref\.rollout\.", "engine that generates there; no effect on the method"),
     (r"actor_rollout_ref\.(model|ref)\.", "how the model is run there"),
     (r"(reward|reward_model)[\w.]*(overlong|max_resp_len)", "belongs to the length penalty, which is off, or is not logged here"),

@@ -258,10 +258,10 @@ def plot_run(
     "The panels of a run."
     frame, drawn, left_out = _frame_of(run), {}, {}
     wanted = [panels] if isinstance(panels, str) else PANELS if panels is None else panels
-    for name in wanted:
+    for name, panel in {name: PANELS[name] for name in wanted}.items():
         try:
             need(frame, x)
-            drawn[name] = PANELS[name](frame)
+            drawn[name] = panel(frame)
         except MissingMetric as e:
             left_out[name] = str(e)
     fig, axes = make_figure(max(len(drawn), 1), columns=2)
@@ -271,9 +271,7 @@ def plot_run(
         if i >= len(drawn) - 2:
             ax.set_xlabel(x.replace("_", " "), fontsize=9)
     if not drawn:
-        axes[0].text(
-            0.5, 0.5, "nothing to plot", transform=axes[0].transAxes, ha="center", **_QUIET
-        )
+        axes[0].set_title("nothing to plot", y=0.5, **_QUIET)
     fig.left_out = left_out
     if left_out:
         said = _label_of("no data for: " + ", ".join(left_out))

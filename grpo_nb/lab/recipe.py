@@ -398,9 +398,10 @@ def _at(tree: Any, key: str) -> Any:
 def _refuse_dead_keys(trainer: GRPO) -> None:
     "Every key that somebody has set has an effect, or is refused or told."
     asked, ran = _named_config(trainer.config), _described(trainer)
-    given = [k for k in given_keys(trainer.config) if _at(asked, k) not in (None, _at(ran, k))]
-    told = []
-    for key in given:
+    usual, told = _named_config(type(trainer.config)()), []
+    for key in given_keys(trainer.config):
+        if _at(asked, key) in (None, _at(usual if _at(ran, key) is None else ran, key)):
+            continue  # so it is, or a default said aloud
         if key.startswith(_SOURCES):
             told.append(f"{key} (an object is passed instead)")
         elif key.startswith(("policy.", "tasks.", "rewards.")):
