@@ -198,9 +198,11 @@ def _with_neighbours(before: str, answer: str, after: str) -> str:
 
 
 _WRITTEN_AND = r"\\(?:text|mathrm|mbox) ?\{[ ,]*(?:and|or)[ ,]*\}"
-_NEXT_BOX = re.compile(  # \boxed{1} and \boxed{2}
-    r"(\\(?:boxed|fbox) ?\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}(?:\$|\\[)\]])?(?:\s|\\q?quad)*"
-    rf"(?:,|,? ?(?:and|or)|,? ?{_WRITTEN_AND})(?:\s|\\q?quad)*(?:\$|\\[(\[])?\\(?:boxed|fbox) ?\{{(?=\s*[^\s{{}}])"
+_GAP = r"(?:[\s~]|\\[,;: ]|\\q?quad)*"
+_NEXT_BOX = re.compile(  # \boxed{1} and \boxed{2}, another one
+    r"(\\(?:boxed|fbox) ?\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*))\}(?:\$\$?|\\[)\]]|\*\*?)?"
+    rf"{_GAP}(?:[,;&]|[,;]? ?(?:and|or|AND|OR|{_WRITTEN_AND})){_GAP}(?:\$\$?|\\[(\[]|\*\*?)?"
+    r"\\(?:boxed|fbox) ?\{(?!\2\})(?=\s*[^\s{}])"
 )
 
 
