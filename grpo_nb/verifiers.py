@@ -225,10 +225,8 @@ def _last_box(text: str) -> str:
 # %% ../nbs/method/02_verifiers.ipynb #f8d3c93a
 def _bare(text: str) -> str:
     "An answer without box, dollars or emphasis round it, in single spaces; empty if there is none."
-    text = re.sub(
-        r"\\text(?:normal|bf|it|rm)(?![A-Za-z])", r"\\text", text.translate(_PLAIN)
-    ).strip()
-    text = _last_box(text).strip() if _BOX.search(text) else text
+    text = re.sub(r"\\text(?:normal|bf|it|rm)(?![A-Za-z])", r"\\text", text.translate(_PLAIN))
+    text = (_last_box(text) if _BOX.search(text) else text).strip()
     while (match := _WRAPPED.fullmatch(text)) and (not match[1] or match[1] not in match["a"]):
         text = (match["a"] or match["b"] or match["c"] or match["d"]).strip()
     text = _PART.sub(lambda m: f"{m[1]} {unicodedata.normalize('NFKC', m[2])}", text)
