@@ -122,10 +122,8 @@ def _rewards_NRK(rewards) -> tuple[Tensor, bool]:
     try:
         x = torch.as_tensor(rewards if isinstance(rewards, Tensor) else np.array(rewards, float))
     except (TypeError, ValueError):
-        kind = type(rewards).__name__
         raise ValueError(
-            f"Rewards must be numbers (N,), (N, R) or (N, R, K), got a {kind}: give a tensor, array or "
-            "list, such as rollout.rewards."
+            f"Rewards must be numbers (N,), (N, R) or (N, R, K), got a {type(rewards).__name__}: give rollout.rewards, say."
         ) from None
     if not 1 <= x.ndim <= 3 or 0 in x.shape[1:] or x.is_complex():
         raise ValueError(
