@@ -21,6 +21,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from grpo_nb.config import (
+    build_config,
     Finite,
     NonNegative,
     check_number,
@@ -602,13 +603,13 @@ def compute_advantages(
     rewards: Tensor | Sequence,  # (N,), (N, R) or (N, R, K) raw rewards; NaN = n/a
     group_N: Groups | Tensor | Sequence,  # (N,) one id per sample
     reward_names: Sequence[str] | None = None,  # (R); None = r0, r1, ...
-    config: AdvantageConfig | None = None,  # None = plain GRPO
+    config: AdvantageConfig | Mapping | None = None,  # None = plain GRPO
     *,
     mask_NK: Tensor | None = None,  # (N,) or (N, K) False = does not count
     lengths_N: Tensor | None = None,  # (N,) tokens, for estimators that need them
 ) -> Advantages:
     "Advantages and their metrics, by the estimator that the configuration names."
-    c = config or AdvantageConfig()
+    c = build_config(AdvantageConfig, config)
     x, flat = _rewards_NRK(rewards)
     names = [f"r{k}" for k in range(x.shape[1])] if reward_names is None else list(reward_names)
     if len(set(names)) < len(names) or len(names) != x.shape[1]:

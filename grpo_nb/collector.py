@@ -19,6 +19,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
+from .config import build_config
 from .core import Groups, Rollout, concat, group_stats, rollout_from_state, rollout_to_state
 from grpo_nb.filter_groups import (
     FilterGroupsConfig,
@@ -59,7 +60,7 @@ class GroupCollector:
 
     def __init__(
         self,
-        config: FilterGroupsConfig,
+        config: FilterGroupsConfig | Mapping,
         train_batch_size: int,  # B: groups of a full batch
         num_generations: int | None = None,  # G, checked early if known
         advantage: str | None = None,  # estimator, for warnings about filters that do not fit it
@@ -72,7 +73,7 @@ class GroupCollector:
                 "filter_groups.enable=True with num_generations=1: the metric of a single sample cannot vary. "
                 "Sample at least 2 (4 to 16 are usual), or set filter_groups.enable=False."
             )
-        self.config = config
+        self.config = config = build_config(FilterGroupsConfig, config)
         self.train_batch_size = train_batch_size
         self.full_size = config.gen_batch_size or train_batch_size
         self.weights = weights

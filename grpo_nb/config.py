@@ -325,12 +325,13 @@ def accepts(hint: Any) -> str:
 # %% ../nbs/ground/00_config.ipynb #52882a6a
 def build_config(
     cls: type,  # a configuration
-    tree: Any,  # {name: value}, nested
+    tree: Any,  # {name: value}, nested; None: the defaults
     path: str = "",  # where in a whole tree, for messages
 ) -> Any:
     "The configuration of a plain tree."
     if isinstance(tree, cls):
         return tree
+    tree = {} if tree is None else tree
     if not isinstance(tree, Mapping):
         raise ValueError(f"{path or 'The configuration'} needs a mapping, got {tree!r}.")
     try:

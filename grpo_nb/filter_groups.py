@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .config import NonNegative, Natural, Share, check_call, check_number, configuration
-from .config import one_of, unknown_name
+from .config import build_config, one_of, unknown_name
 from .core import Groups, GroupStats, Registry, Rollout
 from .core import group_stats, masked_sum, weighted_sum
 
@@ -322,9 +322,10 @@ def _weighted_components(rollout: Rollout, weights: Mapping[str, float] | None =
 # %% ../nbs/method/01_filter_groups.ipynb #2ed6b049
 def decide(
     rollout: Rollout,  # rewarded samples
-    config: FilterGroupsConfig,  # rule and options
+    config: FilterGroupsConfig | Mapping,  # rule and options
 ) -> GroupDecision:
     "Filter the groups of a rollout as configured."
+    config = build_config(FilterGroupsConfig, config)
     groups, rule = Groups.of(rollout.group_N), config.rule or config.rule_name
     signal_P = RULES.call(rule, (groups.num_groups,), rollout, config)
     if config.metrics:

@@ -12,6 +12,7 @@ __all__ = ['POLICY_LOSSES', 'LOG_RATIO_MAX', 'LEVELS', 'AGGREGATIONS', 'KL_KINDS
 import inspect
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Literal, NamedTuple
 
@@ -24,6 +25,7 @@ from grpo_nb.config import (
     Finite,
     NonNegative,
     Positive,
+    build_config,
     check_number,
     configuration,
     number_in,
@@ -616,7 +618,7 @@ def policy_loss(
     old_logp_NS: Tensor | None,  # (N, S) stored at sampling; None: on-policy, the ratio is 1
     advantage: Tensor,  # (N,) or (N, S)
     mask_NS: Tensor,  # (N, S) steps that count
-    config: LossConfig | None = None,  # None: LossConfig()
+    config: LossConfig | Mapping | None = None,  # None: LossConfig()
     ref_logp_NS: Tensor | None = None,  # (N, S) reference log-probabilities, if kl_coef > 0
     item_NS: Tensor | None = None,  # (N, S) item ids, for level "item" or "seq_mean_item_mean"
     weight_NS: Tensor | None = None,  # (N, S) factors of the policy term, say 0 for steps left out
@@ -625,7 +627,7 @@ def policy_loss(
     counts: Tensor | None = None,  # (2, 2) of `minibatch_counts`; None: this batch is the minibatch
 ) -> tuple[Tensor, dict[str, Metric]]:  # scalar to call backward on; detached metrics for `report`
     "Loss of one micro-batch; over those of a minibatch losses and metrics add up exactly."
-    config = LossConfig() if config is None else config
+    config = build_config(LossConfig, config)
     mask_NS = mask_NS.bool()
     kl_mask_NS = mask_NS if kl_mask_NS is None else kl_mask_NS.bool()
     if counts is None:

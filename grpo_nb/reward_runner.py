@@ -21,7 +21,8 @@ import pydantic
 import torch
 from fastcore.basics import patch
 
-from .config import Count, Natural, Positive, Share, configuration, one_of, override
+from .config import Count, Natural, Positive, Share, build_config, configuration
+from .config import one_of, override
 from .core import Rollout, seed_of
 from .reward_workers import WorkerPool
 from grpo_nb.rewards import (
@@ -201,12 +202,10 @@ class RewardRunner(contextlib.AbstractContextManager):
     def __init__(
         self,
         functions: Callable | Sequence[Callable] | Mapping[str, Callable],
-        config: RewardConfig | None = None,  # how they are run
+        config: RewardConfig | Mapping | None = None,  # how they are run
         **options,  # fields of RewardConfig, which win over `config`
     ):
-        if config is not None and not isinstance(config, RewardConfig):
-            raise ValueError(f"config must be a RewardConfig, got {_shown(config)}.")
-        self.config = override(config or RewardConfig(), options)
+        self.config = override(build_config(RewardConfig, config), options)
         self.specs = _named_specs(functions)
         self.components = [label for s in self.specs for label in s.labels()]
         for outcome in ("error", "timeout", "nonfinite", "none"):

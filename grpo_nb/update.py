@@ -8,6 +8,7 @@ __all__ = ['update', 'KLStop', 'UpdateConfig', 'RatioMismatch', 'check_on_policy
 # %% ../nbs/method/02_update.ipynb #6f76ee87
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,7 +16,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .config import Count, NonNegative, Positive, configuration
+from .config import Count, NonNegative, Positive, build_config, configuration
 from .core import Groups, Policy, Rollout, minibatches, _weights_at_hand
 from grpo_nb.losses import (
     CORRECTIONS,
@@ -37,12 +38,12 @@ def update(
     rollout: Rollout,  # samples with the log-probs they were drawn with
     advantages: Tensor,  # (N,) or (N, S)
     optimizer: torch.optim.Optimizer,  # over the policy's parameters
-    config: "UpdateConfig | None" = None,  # None: UpdateConfig()
+    config: "UpdateConfig | Mapping | None" = None,  # None: UpdateConfig()
     reference: Policy | None = None,  # for a KL term, scheme "reference" or a limit on KL to it
     generator: torch.Generator | None = None,  # shuffles minibatches; needed if there are several
 ) -> "UpdateReport":
     "K epochs of clipped policy-gradient steps over one rollout (PPO, 1707.06347; GRPO, 2402.03300)."
-    c = UpdateConfig() if config is None else config
+    c = build_config(UpdateConfig, config)
     _check(c, policy, rollout, advantages, reference, generator)
     rollout = _without_truncated(rollout) if c.mask_truncated else rollout
     batch, sampling = _columns(c, rollout, advantages, reference)

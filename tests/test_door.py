@@ -17,14 +17,14 @@ import torch
 import yaml
 from transformers import BertConfig, BertLMHeadModel
 
-from grpo_nb.advantages import grpo
+from grpo_nb.advantages import compute_advantages, grpo
 from grpo_nb.cli import _open_block
 from grpo_nb.config import describe, given_keys
 from grpo_nb.filter_groups import expected_gen_batches
 from grpo_nb.lab import recipe
 from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_stream
 from grpo_nb.list_parsing import ListParser
-from grpo_nb.losses import POLICY_LOSSES
+from grpo_nb.losses import POLICY_LOSSES, policy_loss
 from grpo_nb.policies.diffusion import DiffusionPolicy
 from grpo_nb.policies.samplers import ddim_sampler
 from grpo_nb.policies.tokens import TokenPolicy
@@ -37,6 +37,19 @@ from grpo_nb.verifiers import exact_answer, length_target
 ROWS = [{"prompt": f"<bos>{i}+1=", "answer": str(i + 1)} for i in range(8)]
 SMALL = {"steps": 2, "train_batch_size": 2, "num_generations": 2, "run.progress": False}
 RIGHT = {"right": exact_answer()}
+
+
+def test_functions_of_tensors_take_their_configuration_as_a_mapping():
+    reward_NR, x = torch.tensor([[1.0, 0.0], [0.0, 0.5]]), torch.tensor([[0.0], [-0.3]])
+    advantage = lambda how: compute_advantages(reward_NR, [0, 0], ["a", "b"], how).values
+    loss = lambda how: policy_loss(x, 0 * x, torch.tensor([1.0, -1.0]), x == x, how)[0]
+    assert not torch.equal(advantage({"mode": "gdpo"}), advantage(None))
+    assert loss({"clip": {"low": 0.1, "high": 0.1}}) != loss(None)
+    for f in (advantage, loss):
+        with pytest.raises(ValueError, match="Unknown key 'modus'"):
+            f({"modus": 1})
+        with pytest.raises(ValueError, match="needs a mapping, got 3"):
+            f(3)
 
 
 @pytest.fixture(scope="module")

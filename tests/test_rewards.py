@@ -661,7 +661,7 @@ CALLS = [  # what is called, with what, and what its message names
     (RewardRunner, ODD, "eward"),
     (lambda v: RewardRunner({"f": v}), [*ODD, yields, streams, max, exact_answer], "'f'"),
     (lambda v: RewardRunner({v: ONE["f"]}), (3, "", nan), "name must be non-empty text"),
-    (lambda v: RewardRunner(ONE, config=v), (3, RewardConfig, {}, []), "must be a RewardConfig"),
+    (lambda v: RewardRunner(ONE, config=v), (3, RewardConfig, []), "needs a mapping"),
     (RewardRunner(ONE).load_state_dict, (None, [], {}, {"version": 1}), "of a run with"),
     (lambda v: RewardRunner(ONE, on_timeout=v), (Judge, nan, True, {"f": "0"}), "on_timeout"),
     (lambda v: RewardRunner(ONE, keep_env=v), [3], "keep_env"),
