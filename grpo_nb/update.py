@@ -478,8 +478,6 @@ def _step(c, policy, optimizer, out, mask_NS, part):
 # %% ../nbs/method/02_update.ipynb #42b8c66c
 def _check(c, policy, rollout, advantages, reference, generator):
     "Refuse data that does not fit together."
-    if not isinstance(c, UpdateConfig):
-        raise ValueError(f"config is an UpdateConfig, got {c!r:.60}.")
     n, s = rollout.mask_NS.shape
     if not n:
         raise ValueError("The rollout is empty: nothing to update on.")
