@@ -9,6 +9,7 @@ __all__ = ['RunConfig', 'CheckpointConfig', 'sample_table', 'functions_in']
 import contextlib
 import functools
 import hashlib
+import importlib
 import inspect
 import logging
 import signal
@@ -442,9 +443,9 @@ def _described(trainer: GRPO) -> dict[str, Any]:
     "The configuration as it ran."
     tree, given = _named_config(trainer.config), trainer.given
     tasks, runner, held = tree["tasks"], trainer.rewards, trainer.eval_tasks
-    parts = {"motion": "policy tasks rewards eval_tasks", "movielens": "policy eval_tasks"}
     made = tree.get("application")
-    own = dict.fromkeys(parts.get(made, "").split(), made) | dict.fromkeys(given, "passed")
+    parts = importlib.import_module(f"grpo_nb.applications.{made}").MADE if made else ()
+    own = dict.fromkeys(parts, made) | dict.fromkeys(given, "passed")
     if "policy" in own:
         facts = _policy_facts(trainer.policy)
         keys, has = tree.get("policy", {}), facts["settings"]
