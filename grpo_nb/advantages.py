@@ -29,6 +29,8 @@ from grpo_nb.config import (
     number_in,
     one_of,
     unknown_name,
+    Share,
+    _fit_options,
 )
 from .core import Groups, GroupStats, Registry, group_stats, weighted_sum
 
@@ -293,9 +295,9 @@ def _whiten_tokens(r: GroupedRewards, x_NK: Tensor, lengths_N: Tensor | Sequence
 
 def _tokens_NK(r: GroupedRewards, lengths_N: Tensor | Sequence | None) -> Tensor:
     "Tokens of each response."
-    if lengths_N is None:
-        raise ValueError("This needs lengths_N: the number of tokens of each response.")
-    lengths_N = torch.as_tensor(lengths_N, device=r.ok_NK.device).double()
+    lengths_N = torch.as_tensor([] if lengths_N is None else lengths_N, device=r.ok_NK.device)
+    if len(lengths_N := lengths_N.double().flatten()) != len(r.ok_NK):
+        raise ValueError(f"This needs lengths_N: the tokens of each of {len(r.ok_NK)} responses.")
     return torch.where(r.ok_NK, lengths_N[:, None], 0.0)
 
 # %% ../nbs/method/01_advantages.ipynb #9956f600
@@ -305,9 +307,9 @@ def sa_mrpo(
     group_N,
     weights=None,
     *,
-    low=0.0,
-    high=1.0,
-    gamma=1.0,
+    low: float | list[float] = 0.0,  # the range of each reward
+    high: float | list[float] = 1.0,
+    gamma: NonNegative = 1.0,
     eps=1e-4,
     eps_batch=1e-4,
     ddof=1,
@@ -326,7 +328,15 @@ def sa_mrpo(
 # %% ../nbs/method/01_advantages.ipynb #20f9537f
 @ADVANTAGES.register("saw")
 def saw(
-    rewards, group_N, weights=None, *, low=0.0, eps=1e-4, eps_batch=1e-4, ddof=1, **batch
+    rewards,
+    group_N,
+    weights=None,
+    *,
+    low: float | list[float] = 0.0,  # the least possible value of each reward
+    eps=1e-4,
+    eps_batch=1e-4,
+    ddof=1,
+    **batch,
 ) -> Tensor:
     "GDPO with weights proportional to each reward's coefficient of variation c in the batch, mean 1."
     r = grouped_rewards(rewards, group_N, weights, **batch)
@@ -373,7 +383,7 @@ def gd2po(
     weights=None,
     *,
     conflict: str = "hard",  # "hard": opposite signs; "soft": abs(sum) / sum of abs below `threshold`
-    threshold: float = 0.2,
+    threshold: Share = 0.2,
     eps=1e-4,
     eps_batch=1e-4,
     ddof=1,
@@ -575,7 +585,11 @@ class AdvantageConfig:
     options: dict[str, Any] = field(default_factory=dict)  # further keywords of the estimator
 
     def __post_init__(self):
-        ADVANTAGES.resolve(self.mode)  # an unknown name is an error that shows the nearest
+        f = ADVANTAGES.resolve(self.mode)[1]  # an unknown name is an error that shows the nearest
+        takes = list(inspect.signature(f).parameters)[2:]
+        takes = [k for k in takes if k not in ("weights", "batch", "lengths_N")]
+        fitted = _fit_options(f, self.options, "advantage.options", takes or ("none",))
+        object.__setattr__(self, "options", fitted)
 
 
 class Advantages(NamedTuple):
@@ -611,9 +625,11 @@ def compute_advantages(
     "Advantages and their metrics, by the estimator that the configuration names."
     c = build_config(AdvantageConfig, config)
     x, flat = _rewards_NRK(rewards)
-    names = [f"r{k}" for k in range(x.shape[1])] if reward_names is None else list(reward_names)
-    if len(set(names)) < len(names) or len(names) != x.shape[1]:
-        raise ValueError(f"{x.shape[1]} rewards need as many names that differ, got {names}.")
+    names = [f"r{k}" for k in range(x.shape[1])] if reward_names is None else reward_names
+    if not isinstance(names, (list, tuple)) or not len(set(names)) == len(names) == x.shape[1]:
+        raise ValueError(
+            f"{x.shape[1]} rewards need as many reward_names that differ, got {names!r} (settings go to config=)."
+        )
     _check_keys(c, names)
     x = _scaled_and_gated(x, names, c)
     x = x[:, :, 0] if flat else x
@@ -656,11 +672,7 @@ def _run(
 
 
 def _check_keys(c: AdvantageConfig, names: Sequence[str]) -> None:
-    "Refuse an option that the estimator does not have, and scales and gates of unknown rewards."
-    takes = list(inspect.signature(ADVANTAGES.resolve(c.mode)[1]).parameters)[2:]
-    for k in set(c.options) - set(takes):
-        known = [k for k in takes if k not in ("weights", "batch", "lengths_N")]
-        raise ValueError(f"In advantage.options: {unknown_name('option', k, known)}")
+    "Refuse scales and gates of unknown rewards."
     for k in [*c.scales, *(k for g in c.gates for k in (g.component, g.on))]:
         if k not in names:
             raise ValueError(f"In scales or gates: {unknown_name('reward', k, names)}")

@@ -322,6 +322,28 @@ def accepts(hint: Any) -> str:
     words |= {Callable: "a function", Any: "value"}
     return words.get(hint) or getattr(hint, "__name__", str(hint))
 
+# %% ../nbs/ground/00_config.ipynb #233bdb82
+def _fit_options(f: Callable, options: Mapping, where: str, known: Sequence[str] = ()) -> dict:
+    "Options of a function by its annotations, as the fields of a configuration; an unknown or wrong one is refused."
+    parameters, hints, fitted = inspect.signature(f).parameters.values(), {}, dict(options)
+    free = not known and any(p.kind is p.VAR_KEYWORD for p in parameters)
+    known = known or [p.name for p in parameters]
+    with contextlib.suppress(Exception):  # an object, or annotations that name nothing
+        hints = typing.get_type_hints(f, include_extras=True)
+    for name, value in options.items():
+        if not free and name not in known:
+            raise ValueError(f"{where}: {unknown_name('option', name, known)}")
+        hint = _strict(hints.get(name, Any))
+        try:
+            field = pydantic.TypeAdapter(hint, config={"arbitrary_types_allowed": True})
+            fitted[name] = field.validate_python(value)
+        except pydantic.ValidationError:
+            said = f"{where}: {name} must be {accepts(hint)}, got {value!r}."
+            raise ValueError(said) from None
+        except pydantic.PydanticUserError:  # a type with rules of its own
+            continue
+    return fitted
+
 # %% ../nbs/ground/00_config.ipynb #52882a6a
 def build_config(
     cls: type,  # a configuration

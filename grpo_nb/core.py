@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,7 +21,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .config import unknown_name
+from .config import check_number, unknown_name
 from .files import pack, unpack
 from .processes import _gather_results, place, share
 
@@ -78,6 +78,8 @@ def _integer_ids(ids: Tensor | np.ndarray | Sequence) -> Tensor:  # (N,) int64
         return torch.from_numpy(ids.astype(np.int64))
     if isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.dtype == torch.bool):
         return ids.long()
+    if not isinstance(ids, Iterable):
+        raise ValueError(f"Groups need one id per sample, got {ids!r}.")
     ids = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else list(ids)
     kinds = set(map(type, ids))
     if all(issubclass(k, (int, np.integer)) and k is not bool for k in kinds):
@@ -113,6 +115,7 @@ def group_stats(
     ddof: int = 1,  # delta degrees of freedom of the deviation
 ) -> GroupStats:
     "Statistics of every group, NaN-aware, in float64; in constant groups std and distances are exactly 0."
+    ddof = check_number("ddof", ddof, 0, whole=True)
     x = torch.as_tensor(x).detach()
     groups = Groups.of(groups).to(x.device)
     if len(x) != len(groups):

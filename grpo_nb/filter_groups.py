@@ -30,6 +30,7 @@ def varies(
     min_spread: float = 0.0,  # a difference up to this counts as none; 0 = exact
 ) -> Tensor:  # (P,) bool
     "The groups in which some column holds two values that differ. The others have advantage 0: drop them."
+    check_number("min_spread", min_spread, 0)
     stats = _column_stats(_as_columns(values), Groups.of(group_N))
     return (stats.spread > min_spread).any(1)
 
@@ -378,7 +379,7 @@ def expected_gen_batches(
     filter_rate = check_number("filter_rate", filter_rate, 0, 1)
     if filter_rate == 1:
         return math.inf
-    size = gen_batch_size or batch_size or 1
+    size = check_number("batch_size", gen_batch_size or batch_size or 1, 1, whole=True)
     mean = (batch_size or size) / size / (1 - filter_rate)
     if carry or batch_size is None or mean > 2_000:  # then the surplus hardly matters
         return mean

@@ -17,16 +17,16 @@ import torch
 import yaml
 from transformers import BertConfig, BertLMHeadModel
 
-from grpo_nb.advantages import compute_advantages, grpo
+from grpo_nb.advantages import compute_advantages, gdpo, grpo, opo
 from grpo_nb.cli import _open_block
 from grpo_nb.config import describe, given_keys
 from grpo_nb.filter_groups import expected_gen_batches
 from grpo_nb.lab import recipe
-from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_stream
+from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_rewards, open_stream
 from grpo_nb.list_parsing import ListParser
 from grpo_nb.losses import POLICY_LOSSES, policy_loss
 from grpo_nb.policies.diffusion import DiffusionPolicy
-from grpo_nb.policies.samplers import ddim_sampler
+from grpo_nb.policies.samplers import ddim_sampler, flow_sampler
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.ranking import SafetyOracle, make_relevance_reward
 from grpo_nb.reward_runner import RewardRunner
@@ -432,6 +432,12 @@ BERT = dict(vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers
         (lambda p: open_policy({"modle": 1}), "Did you mean 'model'"),
         (lambda p: open_stream(load_config(None, ["tasks.shares={kind: nope}"])), "mixes several tasksets"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.options": {"zz": 1}}), "Unknown option 'zz'"),
+        (lambda p: load_config(None, ["advantage.mode=sa_mrpo", "advantage.options.gamma=-1"]), "advantage.options: gamma must be >= 0"),
+        (lambda p: open_rewards({"functions": {"exact_answer": {"ignore_case": "no"}}}), "ignore_case must be true or false, got 'no'"),
+        (lambda p: flow_sampler(shift=-1), "shift must be > 0"),
+        (lambda p: gdpo(torch.ones(2, 1), [0, 0], ddof=-1), "ddof must be a whole number >= 0"),
+        (lambda p: gdpo(torch.ones(2, 1), 3), "one id per sample, got 3"),
+        (lambda p: opo(torch.ones(2), [0, 0], lengths_N=[1]), "tokens of each of 2 responses"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.scales": {"wrong": 2}}), "Unknown reward 'wrong'"),
         (lambda p: GRPO(p, ROWS, RIGHT, 3), "config is a GRPOConfig of grpo_nb or a mapping"),
         (lambda p: GRPO(p, ROWS, RIGHT, "r.yaml"), "load_config reads a recipe"),

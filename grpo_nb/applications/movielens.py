@@ -9,6 +9,7 @@ __all__ = ['MADE', 'RankingPolicy', 'MovieTask', 'load_task', 'rank_reward', 'op
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..core import Rollout
 from ..list_parsing import ListParser, Titles, with_lists
 from ..policies.loading import load_model
 from ..policies.tokens import TokenPolicy
-from ..config import one_of
+from ..config import _fit_options, one_of
 from grpo_nb.ranking import (
     SafetyOracle,
     make_relevance_reward,
@@ -91,12 +92,13 @@ def rank_reward(
     options = dict(options or {})
     both = task.parser, task.oracle
     factories = {
-        "relevance": lambda **kw: make_relevance_reward(task.parser, **kw),
-        "safety": lambda **kw: make_safety_reward(*both, **kw),
-        "safe": lambda **kw: make_safe_reward(*both, **kw),
+        "relevance": partial(make_relevance_reward, task.parser),
+        "safety": partial(make_safety_reward, *both),
+        "safe": partial(make_safe_reward, *both),
     }
     kind = one_of("reward of movielens", options.pop("reward", name), factories)
-    return factories[kind](**options)
+    make = factories[kind]
+    return make(**_fit_options(make, options, f"reward {kind!r}"))
 
 
 MADE = ("policy", "eval_tasks")  # parts that no key of a recipe names

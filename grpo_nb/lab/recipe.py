@@ -25,7 +25,7 @@ from fastcore.basics import patch
 from .. import verifiers  # noqa: F401 (their names are in REWARDS)
 from ..config import Count, Natural, Positive, build_config, config_tree, configuration
 from ..config import given_keys, number_in, one_of, override, _with_key
-from ..config import _check_options, _fields
+from ..config import _check_options, _fields, _fit_options
 from ..ahead import _check_ahead
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
@@ -240,11 +240,9 @@ def open_rewards(config: RewardsConfig | Mapping) -> dict[str, Callable]:
         kind = options.pop("reward", name)
         make = REWARDS[kind]
         known = inspect.signature(make).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
-        for option in () if takes_any else options:
-            one_of(f"option of reward {kind!r}", option, known)
         itself = known.keys() & {"completion", "completions"}  # a reward, not a maker of one
         with _at_key(f"rewards.functions.{name}"):
+            options = _fit_options(make, options, f"reward {kind!r}")
             functions[name] = functools.partial(make, **options) if itself else make(**options)
     return functions
 

@@ -163,6 +163,7 @@ def ddim_sampler(
     scheme: str = "ddim",  # or "ddpm", which takes no eta
 ) -> Sampler:
     "An evenly spaced part of the steps, with noise level eta."
+    check_number("train_steps", train_steps, 1, whole=True)
     check_number("num_steps", num_steps, 1, train_steps, whole=True)
     ab = _signal_levels(train_steps)
     at = [round((i + 1) * train_steps / num_steps) - 1 for i in range(num_steps)][::-1]
@@ -188,6 +189,9 @@ def flow_sampler(
     prediction: str = "flow",
 ) -> Sampler:
     "Evenly spaced sigmas from 1 to 0."
+    check_number("num_steps", num_steps, 1, whole=True)
+    check_number("shift", shift, 0, above=True)
+    check_number("time_scale", time_scale, 0, above=True)
     even = [1 - i / num_steps for i in range(num_steps + 1)]
     sigma = [shift * s / (1 + (shift - 1) * s) for s in even]
     times = tuple(s * time_scale for s in sigma[:-1])
