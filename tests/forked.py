@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+import time
 from pathlib import Path
 
 LOADED = "pytest hypothesis grpo_nb.all grpo_nb.cli matplotlib.pyplot scipy.stats torch.nested "
@@ -40,6 +41,14 @@ def run(out, function, *args, **kw):
     said = Path(out).read_text()
     assert process.exitcode == 0, said[-3000:]
     return said
+
+
+def wait_for(condition, seconds=240):
+    "What the condition says at last."
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
 
 
 def run_installed(folder):

@@ -18,6 +18,7 @@ import forked
 import numpy as np
 import psutil
 import pytest
+from forked import wait_for
 
 from grpo_nb.evaluate import Scores
 from grpo_nb.files import Lock, RunLocked
@@ -88,7 +89,16 @@ def contest(variants=ARMS, **kw):
     return compare(variants, **{"make": fake} | kw)
 
 
-# budgets
+def interrupted_once(flag, seed, make):
+    "A maker that presses Ctrl-C when it first makes a trainer for this seed."
+
+    def stubborn(config):
+        if config.seed == seed and not flag.exists():
+            flag.write_text("")
+            os.kill(os.getpid(), signal.SIGINT)
+        return make(config)
+
+    return stubborn
 
 
 def test_cpu_seconds_are_those_of_training(tmp_path):
@@ -107,8 +117,7 @@ def test_cpu_seconds_are_those_of_training(tmp_path):
             burn(0.1)
             return super().evaluate()
 
-    make = lambda config: Busy(config.seed)
-    kw = {"make": make, "seeds": range(2), "budget": Steps(2)}
+    kw = {"make": lambda config: Busy(config.seed), "seeds": range(2), "budget": Steps(2)}
     here = contest({"a": {}}, dir=tmp_path / "d", **kw)
     with ThreadPoolExecutor(2) as pool:  # of each thread
         there = contest({"a": {}}, dir=tmp_path / "e", executor=pool, **kw)
@@ -118,9 +127,6 @@ def test_cpu_seconds_are_those_of_training(tmp_path):
         assert ((steps.loc[2] >= 0.1) & (steps.loc[2] < 0.25)).all()  # no sleep, no evaluation
     one = contest({"a": {}}, dir=tmp_path / "f", **kw | {"budget": {"cpu_seconds": 0.01}})
     assert set(one.frame()["step"]) == {1} and set(one.frame()["ended"]) == {"budget"}
-
-
-# what is finished, stored, interrupted, or dead
 
 
 def test_a_store_is_loaded_if_it_answers_the_question_and_else_trained_again(tmp_path, capsys):
@@ -177,13 +183,8 @@ def test_a_crash_is_reported_and_the_others_go_on(tmp_path):
 
 
 def test_an_interrupted_study_goes_on(tmp_path, capsys):
-    def stubborn(config):
-        if config.seed == 1 and not (tmp_path / "once").exists():
-            (tmp_path / "once").write_text("")
-            os.kill(os.getpid(), signal.SIGINT)
-        return Fake(config.seed)
-
-    kw = {"make": stubborn, "seeds": range(3), "budget": Steps(3)}
+    make = interrupted_once(tmp_path / "once", 1, fake)
+    kw = {"make": make, "seeds": range(3), "budget": Steps(3)}
     study = contest({"a": {}}, dir=tmp_path / "d", **kw)
     assert study.unfinished == 2 and len(study.runs) == 1
     assert "1 of 3 runs are finished" in capsys.readouterr().out
@@ -198,12 +199,8 @@ def test_an_interrupted_study_goes_on(tmp_path, capsys):
 
 
 def test_a_study_interrupted_in_its_tuning_is_shown_and_says_later_what_was_chosen(tmp_path):
-    def make(config):
-        if config.seed == 101 and not (tmp_path / "once").exists():
-            (tmp_path / "once").write_text("")
-            os.kill(os.getpid(), signal.SIGINT)
-        return Fake(config.seed, 0.2 - 0.1 * config.update.skip_zero_advantage)
-
+    slower = lambda config: Fake(config.seed, 0.2 - 0.1 * config.update.skip_zero_advantage)
+    make = interrupted_once(tmp_path / "once", 101, slower)
     kw = {"make": make, "seeds": 1, "budget": Steps(2), "dir": tmp_path / "d"}
     kw |= {"tune": {"update.skip_zero_advantage": [True, False]}}
     study = compare({"a": {}}, **kw)
@@ -273,9 +270,6 @@ def test_processes_give_what_one_process_gives_and_survive_a_death(tmp_path):
 def test_a_folder_has_one_study_at_a_time(tmp_path):
     with Lock(tmp_path / "study.lock"), pytest.raises(RunLocked):
         contest(seeds=[0], budget=Steps(1), dir=tmp_path)
-
-
-# what is refused
 
 
 def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
@@ -365,9 +359,6 @@ def test_a_make_that_ignores_its_configuration_is_found_out(tmp_path):
             compare(arms, recipe, dir=tmp_path / match[-4:], **how)
 
 
-# statistics
-
-
 def test_scores_by_task_are_stored_and_give_an_interval_for_other_tasks(tmp_path):
     small = ["train_batch_size=2", "num_generations=4", "eval.limit=12", "eval.samples=2"]
     base = load_config("data:recipes/quickstart.yaml", [*small, "eval.greedy=false"])
@@ -399,9 +390,6 @@ def test_a_study_of_nothing_finds_nothing_in_95_of_100(n, noise):
         assert np.mean(found) > 0.15
 
 
-# tables and pages
-
-
 @pytest.mark.filterwarnings("ignore:Glyph")
 def test_reports_escape_what_they_draw(tmp_path):
     odd = [r"$\frac$", "$", "_mine", "<i>&|", "{{ 3 }}", "a_b^{", "\\", "ü 中", "50% #2"]
@@ -414,15 +402,11 @@ def test_reports_escape_what_they_draw(tmp_path):
     assert len(shown) == len(odd)
 
 
-class Violations(Fake):
-    "Learns to violate less; loses by half."
-
-    def evaluate(self):
-        return super().evaluate() | {"svr": 1 - self.skill}
-
-
 def losing(config, rate=None):
-    return Violations(config.seed, config.optimizer.lr if rate is None else rate)
+    "It learns to violate less."
+    trainer = Fake(config.seed, config.optimizer.lr if rate is None else rate)
+    trainer.evaluate = lambda: Fake.evaluate(trainer) | {"svr": 1 - trainer.skill}
+    return trainer
 
 
 def test_where_less_is_better_the_table_asks_for_less(tmp_path):
@@ -481,9 +465,6 @@ def test_a_variant_of_which_every_run_failed_raises_and_the_others_are_kept(tmp_
     assert len(contest({"fine": {}}, seeds=2, budget=Steps(2), dir=tmp_path).frame()) == 2
 
 
-# tuning
-
-
 def test_a_winner_at_the_edge_of_its_grid_is_marked_and_told_once(tmp_path):
     def make(config, batch=64):
         rate = config.optimizer.lr if config.optimizer.lr < 0.15 else 0.01
@@ -504,8 +485,7 @@ def test_a_winner_at_the_edge_of_its_grid_is_marked_and_told_once(tmp_path):
     assert won["edge"].to_dict() == {"a": True, "b": False, "c": True}
     page = study.report(tmp_path / "r.html").read_text()
     assert page.count("<td>True</td>") == 5  # three chosen, two of them at an edge
-    with warnings.catch_warnings():  # a study from its file says it in the table
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):  # a study from its file says it in the table
         assert "At the edge" in str(compare(arms, **kw).table())
 
 

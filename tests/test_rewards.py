@@ -1,8 +1,12 @@
 """Rewards: the contract, faults of functions, worker processes, ready rewards."""
 
+import asyncio
+import functools
 import gc
 import math
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -11,9 +15,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import psutil
 import pytest
 import torch
+from forked import wait_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +27,7 @@ from grpo_nb.core import Rollout
 from grpo_nb.reward_runner import RewardConfig, RewardRunner
 from grpo_nb.reward_workers import _decode
 from grpo_nb.rewards import RewardError, reward_function
+from grpo_nb.tasks import Task
 from grpo_nb.verifiers import (
     answer_tags,
     exact_answer,
@@ -35,16 +42,11 @@ nan = math.nan
 QUIET = dict(warn_error_share=1.0, max_error_share=1.0)
 
 
-class Task:
-    def __init__(self, prompt="p", **columns):
-        self.prompt, self.columns = prompt, columns
-
-
 def batch(outputs, tasks=None, states=None, **info):
     n = len(outputs)
     return Rollout(
         group_N=torch.arange(n) // 2,
-        tasks=tasks or [Task(answer="1") for _ in range(n)],
+        tasks=tasks or [Task("p", {"answer": "1"}) for _ in range(n)],
         states=states or {},
         mask_NS=torch.ones(n, 3, dtype=torch.bool),
         old_logp_NS=torch.zeros(n, 3),
@@ -91,7 +93,7 @@ def test_results_do_not_depend_on_the_number_of_workers():
 
     functions = {"closure": closure, "ranked": ranked, "order": order}
     outputs = [f"text {i}" * (i % 4) for i in range(37)]
-    tasks = [Task(answer=str(i)) for i in range(37)]
+    tasks = [Task("p", {"answer": str(i)}) for i in range(37)]
     results = []
     for workers in (0, 1, 2):
         with RewardRunner(functions, workers=workers, chunk_size=5, seed=3) as runner:
@@ -158,10 +160,7 @@ def test_workers_of_a_script_without_main_guard_end_with_it_also_when_it_is_kill
         p.kill()
         p.wait()
         p.stdout.close()
-    end = time.monotonic() + 60
-    while not gone(int(pid)):
-        assert time.monotonic() < end, "the worker outlived its parent"
-        time.sleep(0.02)
+    assert wait_for(lambda: gone(int(pid))), "the worker outlived its parent"
     link = Path(folder).with_name("grpo_nb_reward_link")
     link.symlink_to(tmp_path)
     with RewardRunner({"one": lambda completion: 1.0}, workers=1) as runner:
@@ -173,8 +172,6 @@ def test_workers_of_a_script_without_main_guard_end_with_it_also_when_it_is_kill
 
 def test_interrupt_ends_all_workers_and_the_runner_stays_usable():
     def sleeps(completion):
-        import time
-
         time.sleep(60 if completion == "sleep" else 0)
         return 1.0
 
@@ -200,9 +197,6 @@ def test_workers_end_when_the_runner_is_collected():
 
 def test_processes_started_by_a_function_are_killed_with_it():
     def forks(completion):
-        import subprocess
-        import sys
-
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1234.5)"])
         while True:
             pass
@@ -215,8 +209,6 @@ def test_processes_started_by_a_function_are_killed_with_it():
 
 def test_a_copy_that_a_function_forks_answers_nothing_and_any_error_is_told():
     def odd(completion):
-        import os
-
         class Mute(Exception):
             def __str__(self):
                 raise ValueError
@@ -244,10 +236,6 @@ def in_time(f, *args, seconds=60):  # a hang fails here instead of stopping the 
 
 def test_a_worker_that_stops_reading_is_killed_at_the_deadline():
     def leaves_a_thread(completion):
-        import re
-        import threading
-        import time
-
         def backtrack():  # holds the interpreter lock, after the function returned
             time.sleep(0.05)
             re.match(r"(a+)+$", "a" * 60 + "b")
@@ -274,10 +262,6 @@ def test_a_worker_that_stops_reading_is_killed_at_the_deadline():
 
 def test_half_a_message_and_garbage_are_no_reason_to_wait():
     def writes(completion):
-        import os
-        import sys
-        import time
-
         good = b'{"outcome": "ok", "values": [[[1.0]]], "n": 1, "message": "", "ms": 0.0}\n'
         junk = {
             "half": good[:15],
@@ -331,11 +315,6 @@ def test_a_crafted_message_of_a_worker_is_data_and_runs_nothing(when, tmp_path):
     ran = tmp_path / "ran"
 
     def attack(completion=None):
-        import os
-        import pickle
-        import sys
-        import time
-
         class Evil:
             def __reduce__(self):
                 return os.system, (f"touch {ran}",)
@@ -359,9 +338,6 @@ def test_a_crafted_message_of_a_worker_is_data_and_runs_nothing(when, tmp_path):
 
 def test_workers_that_end_before_they_take_a_sample_are_not_replaced_for_ever():
     def doomed():
-        import os
-        import sys
-
         def at_the_first_read(frame, event, called):
             if event == "c_call" and called.__name__ == "read":
                 os._exit(7)
@@ -383,8 +359,6 @@ def test_memory_limit_scrubbed_environment_and_temporary_directory(monkeypatch):
         return len(bytearray(4 << 30))
 
     def clean(completion):
-        import os
-
         print("x" * 100_000)  # goes nowhere, and waits for nobody
         os.write(2, b"z" * 100_000)
         open("left-behind", "w").close()
@@ -426,18 +400,13 @@ def test_an_idle_worker_that_died_is_replaced_and_nothing_is_blamed():
 
 
 def test_warm_up_is_no_part_of_the_deadline_and_its_failure_is_named():
-    def load():
-        import time
-
-        time.sleep(0.6)
-
     def fail():
         raise OSError("no such model")
 
     def judge(completion):
         return 1.0
 
-    slow = reward_function(judge, warm_up=load, timeout_s=0.3)
+    slow = reward_function(judge, warm_up=lambda: time.sleep(0.6), timeout_s=0.3)
     with RewardRunner({"slow": slow}, workers=1) as runner:
         assert runner(batch(["a"])).rewards_NR.tolist() == [[1.0]]
     with RewardRunner([reward_function(judge, warm_up=fail)], workers=1, on_error="skip") as runner:
@@ -462,10 +431,8 @@ def test_breaches_of_the_contract_stop_under_every_policy(function, message):
 
 
 def test_missing_values_do_not_apply_and_are_no_zeros():
-    import pandas as pd
-
     missing = [None, nan, np.float32("nan"), np.nan, pd.NA, pd.NaT, np.ma.masked, torch.tensor(nan)]
-    tasks = [Task("q", answer=m, metadata=m) for m in missing]
+    tasks = [Task("q", {"answer": m, "metadata": m}) for m in missing]
     texts = ["nan", "None", "<NA>", "NaN", "", "NaT", "--", "tensor(nan)"]
     ready = [exact_answer(), math_equivalence(), reasoning_gym_score()]
     with RewardRunner(ready) as runner:
@@ -489,13 +456,14 @@ def test_text_of_chat_completions():
         [{"role": "assistant", "content": None, "tool_calls": []}, {"content": (text,)}],
         {"role": "assistant", "content": "5"},
     ]
-    scored = RewardRunner([exact_answer()])(batch(right, [Task(answer="5")] * len(right)))
+    five = Task("p", {"answer": "5"})
+    scored = RewardRunner([exact_answer()])(batch(right, [five] * len(right)))
     assert scored.rewards_NR.flatten().tolist() == [1.0] * len(right)
     assert exact_answer()(completion=[{"role": "assistant", "content": None}], answer="5") == 0.0
     image = [{"role": "assistant", "content": [{"type": "image"}]}]
     for odd in ([{"text": "5"}], [text], image, [{"content": [5]}], 5, None):
         with pytest.raises(RewardError, match="must (be|have) text"):
-            RewardRunner([exact_answer()])(batch([odd], [Task(answer="5")]))
+            RewardRunner([exact_answer()])(batch([odd], [five]))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -524,7 +492,7 @@ def test_what_one_function_does_to_its_arguments_no_other_sees(workers):
     want = {clears: 1.0, rewrites: 1.0, spoils_and_raises: 6.0, state: 225}
     array = np.array([1.0, 1.0])  # of all tasks; a task is that of all samples of its group
     chats = [[{"role": "user", "content": "hello"}] for _ in range(3)]
-    tasks = [Task(chat, table={"ids": [1, 2]}, array=array) for chat in chats]
+    tasks = [Task(chat, {"table": {"ids": [1, 2]}, "array": array}) for chat in chats]
     before = repr([(t.prompt, t.columns) for t in tasks])
     options = dict(workers=workers, chunk_size=3, on_error="skip", **QUIET)
     for order in (list(want), list(want)[::-1]):
@@ -538,11 +506,8 @@ def test_what_one_function_does_to_its_arguments_no_other_sees(workers):
 
 def async_shapes():
     "One function in every shape that people give it, each worth 2."
-    import functools
 
     async def f(completion, scale=2.0):
-        import asyncio
-
         await asyncio.sleep(0)
         return scale
 
@@ -572,8 +537,6 @@ def async_shapes():
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_functions_of_every_shape_are_called_and_awaited(workers):
-    import asyncio
-
     functions = async_shapes()
     with RewardRunner(functions, workers=workers) as runner:
         want = [[2.0] * len(functions)] * 2
@@ -590,8 +553,6 @@ def test_async_rewards_fail_like_others_and_keep_one_event_loop(workers):
     seen = []
 
     async def judge(completion):
-        import asyncio
-
         seen.append(asyncio.get_running_loop())
         assert seen[0] is seen[-1]
         if completion == "raise":
@@ -620,7 +581,9 @@ def test_a_reward_written_for_trl_works_unchanged(workers):
 
     chat = [{"role": "user", "content": "1+1="}]
     open_turn = [*chat, {"role": "assistant", "content": "It is "}]
-    tasks = [Task(chat, answer="2"), Task(chat, answer=None), Task(open_turn, answer="It is 2")]
+    tasks = [
+        Task(p, {"answer": a}) for p, a in zip((chat, chat, open_turn), ("2", None, "It is 2"))
+    ]
     ids = {"completion_ids": torch.ones(3, 3, dtype=torch.long)}
     with RewardRunner([from_trl, length_target(3)], workers=workers, chunk_size=2) as runner:
         runner.trainer_state["global_step"] = 7
