@@ -642,13 +642,6 @@ def processes_of(mark):
     return [p for p in marked if p["status"] != psutil.STATUS_ZOMBIE]
 
 
-def wait_for(condition, seconds=240):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
 @pytest.mark.parametrize(
     "how,when",
     [(signal.SIGKILL, 0.0), (signal.SIGKILL, 1.5), (signal.SIGTERM, None), (signal.SIGINT, None)],
