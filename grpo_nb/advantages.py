@@ -32,7 +32,7 @@ from grpo_nb.config import (
     Share,
     _fit_options,
 )
-from .core import Groups, GroupStats, Registry, group_stats, weighted_sum
+from .core import Groups, GroupStats, Registry, _as_written, group_stats, weighted_sum
 
 # %% ../nbs/method/01_advantages.ipynb #f2e55959
 @dataclass
@@ -318,7 +318,7 @@ def sa_mrpo(
     "GDPO with weights w (1 - u)^gamma; the satisfaction u is where the batch mean stands in [low, high]."
     r = grouped_rewards(rewards, group_N, weights, **batch)
     u_R = [
-        ((b.mean - low_k) / (high_k - low_k)).nan_to_num(0.0).item()
+        ((b.mean - low_k) / (high_k - low_k)).nan_to_num(0.0).clamp(0, 1).item()
         for b, low_k, high_k in _ranges(r, low, high)
     ]
     w_R = [w * (1 - u) ** gamma for w, u in zip(r.weights_R, u_R)]
@@ -357,9 +357,10 @@ def _ranges(r: GroupedRewards, low, high, ddof: int = 1) -> list[tuple[GroupStat
     low, high = (np.broadcast_to(v, R).tolist() for v in (low, high))
     out = [(r._batch_stats(r.rewards_NRK[:, k], ddof), low[k], high[k]) for k in range(R)]
     for k, (b, low_k, high_k) in enumerate(out):
-        if r.weights_R[k] and (b.min < low_k or b.max > high_k):
+        least, most = _as_written(b.min), _as_written(b.max)
+        if r.weights_R[k] and (least < low_k or most > high_k):
             raise ValueError(
-                f"Component {k} has rewards {b.min:g} to {b.max:g}, outside low={low_k:g} to "
+                f"Component {k} has rewards {least:g} to {most:g}, outside low={low_k:g} to "
                 f"high={high_k:g}: give its true range."
             )
     return out
@@ -369,11 +370,9 @@ def _ranges(r: GroupedRewards, low, high, ddof: int = 1) -> list[tuple[GroupStat
 def dvao(rewards, group_N, weights=None, *, eps=1e-4, ddof=1, **batch) -> Tensor:
     "Normalised rewards weighted by their group deviation; not scale invariant, since the deviation cancels."
     r = grouped_rewards(rewards, group_N, weights, **batch)
-    z_NRK = r.normalise(r.rewards_NRK, eps, ddof).nan_to_num(0.0)
-    sigma_NRK = r.std(r.rewards_NRK, ddof)
-    w_NRK = sigma_NRK * z_NRK.new_tensor(r.weights_R)[:, None]
-    total_NK = w_NRK.sum(1)
-    return r.result(torch.where(total_NK != 0, (w_NRK * z_NRK).sum(1) / total_NK, 0.0))
+    z_NRK, sigma_NRK = r.normalise(r.rewards_NRK, eps, ddof), r.std(r.rewards_NRK, ddof)
+    sum_NK, of_NK = (weighted_sum(x, r.weights_R) for x in (sigma_NRK * z_NRK, sigma_NRK))
+    return r.result(torch.where(of_NK != 0, sum_NK / of_NK, 0.0))
 
 # %% ../nbs/method/01_advantages.ipynb #1a64475a
 @ADVANTAGES.register("gd2po")
@@ -478,9 +477,8 @@ def gate(
     x = torch.as_tensor(rewards).clone()
     if component == on or not 0 <= min(component, on) <= max(component, on) < x.shape[1]:
         raise ValueError(f"A gate needs two different components, got {component} and {on}.")
-    passed = x[:, on] >= at_least
-    if at_most is not None:
-        passed &= x[:, on] <= at_most
+    seen = _as_written(x[:, on])
+    passed = (seen >= at_least) & (seen <= (math.inf if at_most is None else at_most))
     lost = x[:, component].isnan() | x[:, on].isnan()  # a 0 here would be an invented reward
     closed = torch.where(lost, torch.nan, 0.0) if how == "zero_fill" else torch.nan
     x[:, component] = torch.where(passed, x[:, component], closed)

@@ -132,6 +132,14 @@ def group_stats(
     return GroupStats(low + shift, std, low, high, count.long(), d)
 
 # %% ../nbs/method/00_core.ipynb #7349f627
+def _as_written(x: Tensor) -> Tensor:
+    "The decimals (float64) that numbers of single precision stand for: 0.7 for 0.699999988."
+    x, single = x.double(), x.float()
+    for rounded in (x.round(decimals=k) for k in (2, 4, 6)):
+        x = torch.where((rounded.float() == single) & (x == single.double()), rounded, x)
+    return x
+
+
 def weighted_sum(
     x: Tensor,  # (N, R, ...) components; NaN = does not apply
     weights: Sequence[float],  # (R) one each
@@ -146,8 +154,9 @@ def weighted_sum(
     total = torch.where(x[:, used].isnan().all(1), torch.nan, total)
     if groups is None or len(used) < 2:
         return total
-    low = groups.expand(groups.min(total.nan_to_num(torch.inf)))
-    return torch.where(total - low <= 1e-15 * len(used) * size, low, total)
+    lowest = lambda x: groups.expand(groups.min(x.nan_to_num(torch.inf)))
+    said = weighted_sum(_as_written(x), weights)
+    return torch.where(said - lowest(said) <= 1e-15 * len(used) * size, lowest(total), total)
 
 # %% ../nbs/method/00_core.ipynb #2cff6958
 def masked_sum(

@@ -260,6 +260,28 @@ def _as_messages(prompt: Any, completion: Any) -> Any:
     text = begun + completion if isinstance(begun, str) else completion
     return [{"role": "assistant", "content": text}]
 
+# %% ../nbs/method/01_rewards.ipynb #54d26506
+def _content_text(content: Any) -> str:
+    "The text of a chat message; parts of other kinds, such as images, have none."
+    parts = content if isinstance(content, (list, tuple)) else [content]
+    no_text = lambda p: isinstance(p, Mapping) and "type" in p and p.get("text") is None
+    texts = [p.get("text") if isinstance(p, Mapping) else p for p in parts if not no_text(p)]
+    if not texts or not all(isinstance(t, str) for t in texts):
+        raise ValueError(f"The content of a chat message must have text, got {_shown(content)}.")
+    return "".join(texts)
+
+
+def _plain_text(completion: Any) -> str:
+    "The text of a completion, which is text or chat messages."
+    if isinstance(completion, str):
+        return completion
+    messages = [completion] if isinstance(completion, Mapping) else completion
+    is_message = lambda m: isinstance(m, Mapping) and ("content" in m or "role" in m)
+    if not isinstance(messages, (list, tuple)) or not all(map(is_message, messages)):
+        raise ValueError(f"A completion must be text or chat messages, got {_shown(completion)}.")
+    contents = [m.get("content") for m in messages]
+    return "".join(_content_text(c) for c in contents if c is not None)
+
 # %% ../nbs/method/01_rewards.ipynb #b0b4a355
 _RESERVED = (
     "prompts prompt completions completion completion_ids prompt_end log_metric log_extra sample_seed trainer_state"

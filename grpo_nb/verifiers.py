@@ -9,9 +9,11 @@ __all__ = ['exact_answer', 'math_equivalence', 'answer_tags', 'format_match', 'l
 # %% ../nbs/method/02_verifiers.ipynb #86ae96b8
 import ast
 import json
+import math
 import operator
 import re
 import threading
+import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,29 +27,7 @@ from typing import Any
 import numpy as np
 
 from .config import check_number, one_of
-from .rewards import REWARDS, _names, _plain, _shown, reward_function
-
-# %% ../nbs/method/02_verifiers.ipynb #54d26506
-def _content_text(content: Any) -> str:
-    "The text of a chat message; parts of other kinds, such as images, have none."
-    parts = content if isinstance(content, (list, tuple)) else [content]
-    no_text = lambda p: isinstance(p, Mapping) and "type" in p and p.get("text") is None
-    texts = [p.get("text") if isinstance(p, Mapping) else p for p in parts if not no_text(p)]
-    if not texts or not all(isinstance(t, str) for t in texts):
-        raise ValueError(f"The content of a chat message must have text, got {_shown(content)}.")
-    return "".join(texts)
-
-
-def _plain_text(completion: Any) -> str:
-    "The text of a completion, which is text or chat messages."
-    if isinstance(completion, str):
-        return completion
-    messages = [completion] if isinstance(completion, Mapping) else completion
-    is_message = lambda m: isinstance(m, Mapping) and ("content" in m or "role" in m)
-    if not isinstance(messages, (list, tuple)) or not all(map(is_message, messages)):
-        raise ValueError(f"A completion must be text or chat messages, got {_shown(completion)}.")
-    contents = [m.get("content") for m in messages]
-    return "".join(_content_text(c) for c in contents if c is not None)
+from .rewards import REWARDS, _names, _plain, _plain_text, _shown, reward_function
 
 # %% ../nbs/method/02_verifiers.ipynb #63f7312a
 def _with_open_tag(completion: Any, columns: Mapping) -> str:
@@ -181,7 +161,7 @@ _WRAPPED = re.compile(
     r"|\\(?:text|math(?:rm|bf|it)|mbox|underline) ?\{(?P<d>(?:[^{}]|\{[^{}]*\})*)\}\.?",
     re.DOTALL,
 )
-_PLAIN = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)} | {0x2212: "-", 0x3000: " "}
+_PLAIN = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)} | {0x2212: "-", 0x3000: " ", 0x2013: "-"}
 _PART = re.compile("(^|[-+0-9$€£¥₹] ?)([¼-¾⅐-⅞])")  # as in 3½, not as in x^½
 _BEHIND = re.compile(  # any unit but $, which would close a formula
     r"(?:\$|\\[)\]])?(?:[\s~]|\\[,;: ])*(?:\\(?:text|mathrm|mbox)\s?\{\s*)?"
@@ -189,11 +169,28 @@ _BEHIND = re.compile(  # any unit but $, which would close a formula
 )
 
 
+_TEX = r"\\(?:cdot|times|div|pm|mp|sqrt)"
+_PART_OF = re.compile(  # what makes an answer part of a formula, or takes it back: 2\boxed{5}, not \boxed{5}
+    rf"(?:(?:[0-9)}}\]]|(?<![A-Za-z])[a-z] ?)[-+]|[0-9/^]|{_TEX} ?|(?:[_^]|\\sqrt|frac ?(?:\{{[^{{}}]*\}})?)\{{"
+    r"|(?:\b(?:not|minus|negative)|n['’]t)\s*\$?)\Z"
+)
+_GOES_ON = re.compile(  # \boxed{3}.14, \boxed{5}^2
+    r"(?:\$\$?|\\[)\]])?(?:[-+/][\w\\({$]|\^(?!\{?\\(?:circ|text))|[.,]?[0-9]|[a-z](?![A-Za-z])|\}\{"
+    rf"|{_TEX}|\\pi(?![a-z])|\\[dt]?frac)"
+)
+
+
 def _with_neighbours(before: str, answer: str, after: str) -> str:
-    "An answer with the minus before and the unit or multiple behind its box or dollars."
-    if re.search(r"(?:^|[\s=(:$])[-\u2212]$", before):
-        answer = f"-({answer})" if _quantity(answer) is None else f"-{answer}"
+    "An answer with the minus before and the unit or multiple behind its box or dollars; empty if it is part of a formula."
     behind = re.search(r"\d\}?$", answer) and _BEHIND.match(after)
+    if len(re.findall(r"(?<!\\)\$\$?|\\[(\[\])]", before)) % 2:  # where spaces say nothing
+        before, after = (
+            re.sub(r"(?<![A-Za-z])[ ~]|\\[,;:! ]", "", x) for x in (before[-99:], after[:99])
+        )
+    if _PART_OF.search(before[-99:]) or not behind and _GOES_ON.match(after):
+        return ""
+    if re.search(r"(?:^|[^A-Za-z-]|\\[A-Za-z]+)-$", before[-99:]):
+        answer = f"-({answer})" if _quantity(answer) is None else f"-{answer}"
     return rf"{answer}\text{{ {behind[1]}}}" if behind else answer
 
 
@@ -239,16 +236,16 @@ def _number_texts(value: Any) -> list[str]:
         return [f"{value:f}"]
     if not isinstance(value, (float, np.floating)) or not np.isfinite(value):
         return [str(value)]
-    if float(value).is_integer():
-        texts = [str(int(value)), np.format_float_positional(float(value), trim="-")]
-        return list(dict.fromkeys(texts))  # 1e23 is no 99999999999999991611392
+    whole = (
+        [str(int(value))] if float(value).is_integer() else []
+    )  # 99999999999999991611392 for 1e23
     with np.errstate(over="ignore"):
         forms = [value, np.float32(value), np.float16(value)]
     forms = [x for x in forms if float(x) == float(value)]
     texts = [np.format_float_positional(x, trim="-") for x in forms]
     if len(texts[-1].replace(".", "").strip("-0")) > 3:  # no column of half precision
         texts = texts[:2]
-    return list(dict.fromkeys(texts))
+    return list(dict.fromkeys([*whole, *texts]))
 
 # %% ../nbs/method/02_verifiers.ipynb #a46ee18d
 def _accepted_answers(wanted: Any, column: str, finder: _AnswerFinder) -> list[str]:
@@ -304,7 +301,7 @@ _ANNOUNCED = re.compile(  # before the answer of a sentence
 _SECOND = re.compile(r"(?i)\d,? (?:and|or) [a-z]\w? (?:is|=|equals)$")  # x is 5 and y is 6
 _EMPHASIS = r"(?<!\S)(?:\*\*?|`)(?=\S)|(?<=\S)(?:\*\*?|`)(?=[.,:]?(?:\s|$))"
 _ONE_OF_SEVERAL = re.compile(  # $5$ or $6$, about $5$
-    r"(?:\$|\\\)|\\\])\s*(?:[,;]?\s*(?:and|or)|[,;])\s*$|\b(?:about|around|approximately|roughly|nearly|almost)\s*$"
+    r"(?:\$|\\\)|\\\])\s*(?:[,;]?\s*(?:and|or)|[-+*/,;]|times|plus|of)\s*$|\b(?:from .{1,30} to|twice|half of|about|around|approximately|roughly|nearly|almost)\s*$"
 )
 
 
@@ -572,12 +569,14 @@ def math_equivalence(
             raise RuntimeError("math-verify needs the main thread: run it through RewardRunner")
         accepted = _accepted_answers(columns[column], column, find)
         found = _mathematics(find(completion, columns) or "")
+        end = time.monotonic() + limit  # for all of them: the worker has a deadline
+        left = lambda: math.ceil(end - time.monotonic())
+        same = lambda x: left() > 0 and _equal_math(found, _mathematics(x), left())
         try:
             with _memory_limit(_MATH_MEMORY):
-                equal = [_equal_math(found, _mathematics(x), limit) for x in accepted]
+                return float(any(map(same, accepted))) if accepted else None
         except TimeoutException as e:
             raise TimeoutError(f"math-verify took more than {limit} s over the reference") from e
-        return float(any(equal)) if accepted else None
 
     return reward
 
@@ -705,7 +704,14 @@ def _gym_word(answer: str | None, entry: Mapping) -> float:
     return float((answer or "").strip().casefold() == str(entry["answer"]).casefold())
 
 
+def _gym_chance(answer: str | None, entry: Mapping) -> float:
+    "coin_flip: the probability wanted, to a ten-thousandth of it; its own scorer pays for 0 and computes 1e999999999."
+    said, right = _quantity(answer or ""), Fraction(entry["answer"])
+    return float(said is not None and abs(said[0] - right) <= right / 10_000)
+
+
 _GYM_SCORERS = {
+    "coin_flip": _gym_chance,
     "countdown": _gym_numbers,
     "puzzle24": _gym_numbers,
     "game_of_life_halting": _gym_word,
@@ -739,16 +745,10 @@ def _gym_scorer(name: str) -> Callable[[str | None, Mapping], float]:
             "could run anything: write a reward of your own for this dataset."
         )
     score = get_score_answer_fn(name)
-    if name == "complex_arithmetic":  # it pays for nan
-        return lambda answer, entry: (
-            0.0 if "nan" in (answer or "").lower() else score(answer, entry)
-        )
-    if name in ("coin_flip", "gsm_symbolic"):  # they pay for 0, its first digit, and for -5
-        near = lambda a, e: abs(Fraction(a.replace(",", "")) - Fraction(e["answer"])) <= 1e-4
-        if name == "gsm_symbolic":  # among words, too
-            near = lambda a, e: not re.match(r"[^0-9]*[-−](\\?\$)?[0-9]", a)
-        return lambda a, e: value if (value := score(a, e)) < 1 or near(a, e) else 0.0
-    return score
+    # what they pay for: nan; -5, also among words
+    odd = {"complex_arithmetic": "(?is).*nan", "gsm_symbolic": r"[^0-9]*[-−](\\?\$)?[0-9]"}
+    pays = lambda answer: name in odd and re.match(odd[name], answer or "")
+    return lambda answer, entry: 0.0 if pays(answer) else score(answer, entry)
 
 # %% ../nbs/method/02_verifiers.ipynb #072bbccb
 @REWARDS.register(force=True)
@@ -786,7 +786,8 @@ def reasoning_gym_score(
 def _gym_value(score: Callable, answer: str | None, entry: Mapping) -> float:
     "The score; 0 for an answer that the scorer fails on, unless it fails on the right one too."
     try:
-        return float(score(answer, entry))
+        value = float(score(answer, entry))
+        return value if value >= 1 else min(value, 1 - 1e-6)  # part credit is no pass
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError):
         score(entry["answer"], entry)
         return 0.0

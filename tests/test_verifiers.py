@@ -62,6 +62,7 @@ def test_math_equivalence_in_its_worker():
         ("(1,3)", "(1,2)", 0),
         ("$1$", None, -99),
         ("$9^{9^{9^{9}}}$", "x", 0),  # nothing an answer holds ends a training
+        ("$9^{9^{9^{9}}}$", list("uvwxyz"), 0),
         (r"$\int_0^1 x^{1000000} dx$", "1", 0),
         ("$1$", r"\frac{", -2),
     ]
@@ -227,18 +228,17 @@ def test_no_text_of_a_model_is_evaluated_and_nonsense_earns_nothing():
     assert done.stdout.rpartition("refused")[2].split() == refused.split(), done.stderr[-2000:]
 
 
-def test_a_scorer_that_computes_for_ever_is_ended_and_one_that_cannot_read_gives_zero():
+def test_an_answer_that_a_scorer_cannot_read_gives_zero():
     gym = pytest.importorskip("reasoning_gym")
     names, said = ("chain_sum", "prime_factorization", "coin_flip"), ("?", "x", "1e999999999")
     items = [gym.create_dataset(name, size=1, seed=1)[0] for name in names]
     columns = [
         dict(prompt=x["question"], answer=x["answer"], metadata=x["metadata"]) for x in items
     ]
-    options = dict(timeout_s=2, on_timeout=-1.0, **QUIET)
-    with RewardRunner([reasoning_gym_score()], **options) as runner:
+    with RewardRunner([reasoning_gym_score()]) as runner:
         answers = [f"<answer>{x}</answer>" for x in said]
         scored = runner(batch(answers, [dict(c) for c in columns])).rewards_NR[:, 0]
-        assert scored.tolist()[1:] == [0, -1]
+        assert scored.tolist()[1:] == [0, 0]
         right = [f"<answer>{x['answer']}</answer>" for x in items]
         stored = [c | {"metadata": json.dumps(c["metadata"], default=str)} for c in columns]
         assert runner(batch(right, stored)).rewards_NR.min() == 1.0

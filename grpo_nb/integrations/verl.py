@@ -22,8 +22,7 @@ from ..advantages import ADVANTAGES, AdvantageConfig, compute_advantages
 from ..filter_groups import varies
 from ..losses import POLICY_LOSSES, Clip, LossConfig, log_ratio, report
 from ..losses import _policy_term, _ratio_metrics
-from ..rewards import reward_function
-from ..verifiers import _plain_text
+from ..rewards import _plain_text, reward_function
 
 # %% ../../nbs/integrations/05_verl.ipynb #f6fa6ea6
 def _components(data: Any, keys: Sequence[str]) -> Tensor:  # (N, R)
