@@ -19,7 +19,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .config import build_config
+from .config import build_config, check_number
 from .core import Groups, Rollout, concat, group_stats, rollout_from_state, rollout_to_state
 from grpo_nb.filter_groups import (
     FilterGroupsConfig,
@@ -74,7 +74,7 @@ class GroupCollector:
                 "Sample at least 2 (4 to 16 are usual), or set filter_groups.enable=False."
             )
         self.config = config = build_config(FilterGroupsConfig, config)
-        self.train_batch_size = train_batch_size
+        self.train_batch_size = check_number("train_batch_size", train_batch_size, 1, whole=True)
         self.full_size = config.gen_batch_size or train_batch_size
         self.weights = weights
         self.on_rewarded = on_rewarded

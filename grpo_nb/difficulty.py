@@ -84,23 +84,23 @@ class PassRateEstimator:
         self.config = c = EstimatorConfig(**options)
         has_models = weaker is not None and stronger is not None
         self.rho = (0.2 if has_models else 0.0) if c.rho is None else c.rho
-        if self.rho > 0 and not has_models:
+        if not has_models and (self.rho > 0 or weaker is not None or stronger is not None):
             raise ValueError(
-                "rho > 0 interpolates between two reference models: give weaker and stronger, or rho=0."
+                "rho > 0 interpolates between two reference models: give weaker and stronger, or neither and rho=0."
             )
         for column in (weaker, stronger) if has_models else ():
-            _check_rates(column)
+            _check_rates(column, num_tasks)
         self.num_tasks, self.weaker, self.stronger = num_tasks, weaker, stronger
         self.solved_N, self.unsolved_N = np.zeros(num_tasks), np.zeros(num_tasks)
         self.interpolation = None  # nothing known yet
 
 # %% ../nbs/method/01_difficulty.ipynb #7e2adf62
-def _check_rates(column: np.ndarray) -> None:
+def _check_rates(column: np.ndarray, num_tasks: int) -> None:
     low, high = np.min(column), np.max(column)
-    if not (low >= 0 and high <= 1):
+    if np.shape(column) != (num_tasks,) or not (low >= 0 and high <= 1):
         raise ValueError(
-            "Features are pass rates of a weaker and a stronger reference model and must lie in [0, 1], got "
-            f"{low}..{high}. Rescale the columns, or use a selector that needs no reference models (thompson)."
+            f"Features are pass rates of a weaker and a stronger reference model, one for each of {num_tasks} tasks, and must "
+            f"lie in [0, 1], got {np.shape(column)} of {low}..{high}. Rescale the columns, or use a selector that needs no reference models (thompson)."
         )
 
 # %% ../nbs/method/01_difficulty.ipynb #85db32ce

@@ -93,6 +93,7 @@ def evaluate(
 ) -> Scores:
     "How many greedy and sampled completions pass; training that goes on later is not touched."
     samples = check_number("evaluate(samples)", samples, 0, whole=True)
+    limit = limit and check_number("evaluate(limit)", limit, 0, whole=True)
     for i in (k := [k] if isinstance(k, int) else k):
         check_number("k of pass@k", i, 1, samples, whole=True)
     EvalConfig(samples=samples, greedy=greedy)  # one of them at least

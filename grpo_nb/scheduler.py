@@ -163,9 +163,14 @@ class TasksetScheduler:
         self.operators = [_make_operator(o) for o in operators]
         self.adaptive = any(getattr(s, "adaptive", False) for s in self.selectors)
         self.cursor, self.num_tasks = 0, sum(self.sizes)
-        # 0.29 * 100 is 28.999999999999996 in floating point, and means 29
-        epochs = None if total_epochs is None else int(total_epochs * self.num_tasks + 1e-6)
-        self.total_samples = epochs if total_steps is None else total_steps * batch_size
+        total = None
+        if total_steps is not None:
+            total = check_number("total_steps", total_steps, 0, whole=True) * batch_size
+        elif total_epochs is not None:
+            # 0.29 * 100 is 28.999999999999996 in floating point, and means 29
+            epochs = check_number("total_epochs", total_epochs, 0)
+            total = int(epochs * self.num_tasks + 1e-6)
+        self.total_samples = total
         self._warned = False
 
     def __repr__(self) -> str:

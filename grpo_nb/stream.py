@@ -19,7 +19,6 @@ import torch
 
 from .config import Positive, configuration
 from .core import _field_of, seeded
-from .files import sha256
 from .tasks import Taskset
 
 # %% ../nbs/method/02_stream.ipynb #828ad25e
@@ -172,9 +171,8 @@ _SHAPES = {"dict": Mapping, "list": (list, tuple)}
 def _fingerprint(tasks: Any) -> str | None:
     "A checksum of the tasks: of their file, else of their prompts and columns; None if they are too many to look at."
     rows = getattr(tasks, "rows", None)
-    if path := getattr(rows, "path", None):
-        rows.sha256 = getattr(rows, "sha256", None) or sha256(path)[:16]  # as it was opened
-        return rows.sha256
+    if checksum := getattr(rows, "sha256", None):
+        return checksum
     if len(tasks) > SMALL or not isinstance(getattr(rows, "rows", []), (list, tuple)):
         return None
     all_tasks = (tasks[i] for i in range(len(tasks)))

@@ -66,6 +66,7 @@ class _JsonlRows(_Rows):
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         data = self.path.read_bytes()
+        self.sha256 = hashlib.sha256(data).hexdigest()[:16]
         self.lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")  # without byte-order mark
         self.line_of = np.flatnonzero([not x.isspace() and bool(x) for x in self.lines])
         if not len(self.line_of):

@@ -19,7 +19,10 @@ from transformers import BertConfig, BertLMHeadModel
 
 from grpo_nb.advantages import compute_advantages, gdpo, grpo, opo
 from grpo_nb.cli import _open_block
+from grpo_nb.collector import GroupCollector
 from grpo_nb.config import describe, given_keys
+from grpo_nb.difficulty import PassRateEstimator
+from grpo_nb.evaluate import evaluate
 from grpo_nb.filter_groups import expected_gen_batches
 from grpo_nb.lab import recipe
 from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_rewards, open_stream
@@ -30,6 +33,7 @@ from grpo_nb.policies.samplers import ddim_sampler, flow_sampler
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.ranking import SafetyOracle, make_relevance_reward
 from grpo_nb.reward_runner import RewardRunner
+from grpo_nb.scheduler import TasksetScheduler
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 from grpo_nb.verifiers import exact_answer, length_target
@@ -188,6 +192,10 @@ def test_weights_in_half_precision_are_told():
         GRPO(model, ROWS, RIGHT, SMALL | {"optimizer.lr": 1e-3})
 
 
+class Heir(TokenPolicy):
+    "Another class samples as it likes."
+
+
 def parts_of_one_s_own(tmp_path):
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in ROWS))
@@ -195,17 +203,26 @@ def parts_of_one_s_own(tmp_path):
     model = TokenPolicy.from_pretrained(data_path("tiny-llama"), **options)
     bare = TokenPolicy(model.model, model.tokenizer, **options)
     stops = TokenPolicy.from_pretrained(data_path("tiny-llama"), stop="=", **options)
+    heir = Heir.from_pretrained(data_path("tiny-llama"), **options)
+    frozen = TokenPolicy.from_pretrained(data_path("tiny-llama"), **options)
+    frozen.model.model.layers[0].requires_grad_(False)
+    stream = TasksetScheduler([Taskset.load(file)], 2, selectors="random")
     return {
         "folder and file": ({"policy": model, "tasks": str(file)}, set()),
         "rows": ({"policy": model, "tasks": ROWS}, {"tasks"}),
         "memory": ({"policy": bare, "tasks": file}, {"policy"}),
         "stops": ({"policy": stops, "tasks": file}, {"policy"}),
+        "heir": ({"policy": heir, "tasks": file}, {"policy"}),
+        "frozen": ({"policy": frozen, "tasks": file}, {"policy"}),
+        "stream": ({"policy": model, "tasks": stream}, {"tasks"}),
         "held-out rows": ({"tasks": file, "eval_tasks": {"a": ROWS}}, {"eval_tasks"}),
         "rewards": ({"tasks": file, "rewards": even}, {"rewards"}),
     }
 
 
-CASES = "folder and file, rows, memory, stops, held-out rows, rewards".split(", ")
+CASES = "folder and file, rows, memory, stops, heir, frozen, stream, held-out rows, rewards".split(
+    ", "
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -219,7 +236,8 @@ def test_the_record_says_what_ran_and_load_makes_it_again_or_asks(case, tmp_path
     assert {k: written["policy"][k] for k in sampling} == {k: getattr(ran, k) for k in sampling}
     assert written["policy"]["model"].startswith("<passed: " if "policy" in asked else "data:tiny")
     told = json.loads((run.dir / "environment.json").read_text())["parts"]
-    assert told["policy"]["parameters"] == 860_160 and "8 tasks" in told["tasks"]["tasks"][0]
+    assert told["policy"]["parameters"] == sum(p.numel() for p in ran.parameters())
+    assert "8 tasks" in told["tasks"]["tasks"][0]
     assert list(told["rewards"]) == trainer.rewards.components and told["optimizer"] == "AdamW"
     if asked:
         with pytest.raises(ValueError, match=f"GRPO.load\\(path, {'=..., '.join(asked)}=...\\)"):
@@ -262,12 +280,16 @@ def test_a_file_that_holds_other_tasks_by_now_is_refused_unless_they_are_given(t
     file = tmp_path / "own.jsonl"
     config = SMALL | {"run.dir": str(tmp_path / "run"), "tasks.train": str(file)}
     file.write_text("".join(json.dumps(r) + "\n" for r in ROWS))
-    GRPO.from_config(config).fit(1).close()
+    trainer = GRPO.from_config(config | {"tasks.eval": str(file)})
+    file.write_text("")  # what was read is what is recorded
+    trainer.fit(1).close()
     file.write_text("".join(json.dumps(r | {"answer": "0"}) + "\n" for r in ROWS))
-    with pytest.raises(ValueError, match=r"tasks of the run were .*own \(8 tasks, \w+\)"):
+    with pytest.raises(ValueError, match=r"^tasks of the run were .*own \(8 tasks, \w+\)"):
         GRPO.load(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"^held-out tasks of the run were .*own \(8 tasks, \w+\)"):
+        GRPO.load(tmp_path / "run", tasks=str(file))
     with pytest.warns(UserWarning, match="the run goes on with"):
-        GRPO.load(tmp_path / "run", tasks=str(file)).close()
+        GRPO.load(tmp_path / "run", tasks=str(file), eval_tasks=ROWS).close()
 
 
 def halves(rewards, group_N):
@@ -289,6 +311,16 @@ def test_functions_of_a_run_are_passed_again_or_replaced(tmp_path, policy):
     with pytest.warns(UserWarning, match="callbacks of the run are not called: .*lambda"):
         assert load(named).config.advantage.mode == "grpo"
     assert load(keys).fit().step_done == 2
+
+
+def test_a_reference_of_one_s_own_is_passed_again(tmp_path):
+    other = TokenPolicy.from_pretrained(data_path("tiny-llama"), temperature=0.5)
+    config = SMALL | {"run.dir": tmp_path / "run", "update.loss.kl_coef": 0.1}
+    GRPO("data:tiny-llama", ROWS, RIGHT, config, reference=other).fit(1).close()
+    load = functools.partial(GRPO.load, tmp_path / "run", tasks=ROWS, rewards=RIGHT)
+    with pytest.raises(ValueError, match="had a reference of its own: pass it again"):
+        load()
+    load(reference=other).close()
 
 
 FORM = "prompt: question, rename: {solution: answer}"
@@ -438,6 +470,11 @@ BERT = dict(vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers
         (lambda p: gdpo(torch.ones(2, 1), [0, 0], ddof=-1), "ddof must be a whole number >= 0"),
         (lambda p: gdpo(torch.ones(2, 1), 3), "one id per sample, got 3"),
         (lambda p: opo(torch.ones(2), [0, 0], lengths_N=[1]), "tokens of each of 2 responses"),
+        (lambda p: PassRateEstimator(2, np.ones(3), np.ones(3)), "one for each of 2 tasks"),
+        (lambda p: PassRateEstimator(2, np.ones(2)), "give weaker and stronger"),
+        (lambda p: TasksetScheduler([ROWS], 2, total_epochs=-1), "total_epochs must be >= 0"),
+        (lambda p: GroupCollector({}, "two"), "train_batch_size must be a whole number"),
+        (lambda p: evaluate(p, ROWS, RIGHT, limit=1.5), "limit. must be a whole number"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.scales": {"wrong": 2}}), "Unknown reward 'wrong'"),
         (lambda p: GRPO(p, ROWS, RIGHT, 3), "config is a GRPOConfig of grpo_nb or a mapping"),
         (lambda p: GRPO(p, ROWS, RIGHT, "r.yaml"), "load_config reads a recipe"),

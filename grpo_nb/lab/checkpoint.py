@@ -179,6 +179,7 @@ def prune(
 ) -> None:
     "Remove old checkpoints."
     check_number("keep_last", keep_last, 1, whole=True)
+    check_number("keep_best", keep_best, 0, whole=True)
     score = {}
     for path in checkpoints(root):
         manifest = _manifest(path)

@@ -516,9 +516,9 @@ def load(
     folder, state = of_first(lambda: _read_checkpoint(path))
     own = {"policy": policy, "tasks": tasks, "rewards": rewards}
     keys = [o.partition("=")[0] for o in overrides]  # of a mapping, its keys
-    given = [k for k, part in own.items() if part is not None] + keys
+    given = [k for k, part in (own | {"eval_tasks": eval_tasks}).items() if part is not None] + keys
     tree = state["trainer"]["config"]
-    _ask_for_passed(tree, given + ["eval_tasks"] * (eval_tasks is not None))
+    _ask_for_passed(tree, given)
     config = build_config(GRPOConfig, _passed_again(tree, overrides))
     config = override(override(config, {}, given=["tasks.eval"]), overrides)
     trainer = cls.from_config(config, **own, eval_tasks=eval_tasks, **kwargs)

@@ -413,11 +413,17 @@ def _check_same_parts(stored: Mapping, now: Mapping, given: Sequence[str]) -> No
     if stored.get("callbacks") and not now["callbacks"]:
         said = f"callbacks of the run are not called: {', '.join(stored['callbacks'])}"
         warnings.warn(f"The {said}. Pass them again: callbacks=[...].", stacklevel=3)
-    for part, what in (("policy", "tokenizer"), ("tasks", "tasks")):
-        before, after = stored.get(part, {}).get(what), now[part].get(what)
+    if stored.get("reference") and not now["reference"]:
+        raise ValueError("The run had a reference of its own: pass it again, as reference=...")
+    parts = {"policy": "tokenizer", "tasks": "tasks", "eval_tasks": "held-out tasks"}
+    for part, what in parts.items():
+        before, after = stored.get(part), now[part]
+        if isinstance(after, Mapping):
+            before, after = (before or {}).get(what), after.get(what)
         if before in (None, after):
             continue
-        if any(key.partition(".")[0] == part for key in given):
+        keys = ("eval_tasks", "tasks.eval") if part == "eval_tasks" else (part,)
+        if any(f"{key}.".startswith(f"{k}.") for key in given for k in keys):
             warnings.warn(f"{part}: the run goes on with {after}, after {before}.", stacklevel=3)
             continue
         raise ValueError(
@@ -457,7 +463,8 @@ def _described(trainer: GRPO) -> dict[str, Any]:
     if "tasks" in own:
         kept = {} if hasattr(given.get("tasks"), "read") else tasks  # a stream has its own order
         several = {k: v for k, v in {"tasksets": None, "shares": "size"}.items() if k in kept}
-        train = _source(*_tasksets_of(trainer.stream), by=own["tasks"])
+        drawn = _tasksets_of(trainer.stream)
+        train = _source(*drawn, by=own["tasks"], whole=kept is tasks)
         train = {"train": train, "eval": tasks.get("eval")}
         tree["tasks"] = kept | several | train
     if by := own.get("eval_tasks"):
@@ -477,11 +484,11 @@ def _portable(path: str) -> str:
     return path
 
 
-def _source(*tasksets: Any, by: str) -> str:
+def _source(*tasksets: Any, by: str, whole: bool = True) -> str:
     "The file of a taskset, if that says everything; else what was passed."
     tasks, path = tasksets[0], getattr(getattr(tasksets[0], "rows", None), "path", None)
     as_named = path and (tasks.prompt, tasks.rename, tasks.id) == ("prompt", {}, path.stem)
-    if as_named and len(tasksets) == 1:
+    if whole and as_named and len(tasksets) == 1:
         return _portable(str(path))
     return f"<{by}: {', '.join(map(_task_facts, tasksets))}>"
 

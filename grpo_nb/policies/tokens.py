@@ -92,7 +92,8 @@ class TokenPolicy:
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
             _checkpoint_layers(model)
-        self.shard_asked, self.sharded = _asks_for_shards(shard, engine, self.lora), False
+        self.shard_told, self.sharded = shard, False
+        self.shard_asked = _asks_for_shards(shard, engine, self.lora)
         self.engine = _open_engine(engine)
         if self.engine is not None:
             self.engine.attach(self)
@@ -247,14 +248,18 @@ def push_to_hub(self: TokenPolicy, repo: str, private: bool = True, **kwargs) ->
 def settings(self: TokenPolicy) -> dict:
     "What it is made of and how it samples, by the keys of a recipe's policy section."
     names = "max_new_tokens temperature top_k top_p chat system_prompt chunk_tokens share_prefix"
+    # of another class, other stops or frozen layers a recipe says nothing
+    own = type(self) is TokenPolicy and {*self.stop} == self.own_stop
+    whole = self.lora or all(p.requires_grad for p in self.model.parameters())
     return {
-        "model": self.source if {*self.stop} == self.own_stop else None,  # a recipe has no stop
+        "model": self.source if own and whole else None,
         "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
         "device": str(self.device) if self.device.index else self.device.type,
         **{k: getattr(self, k) for k in names.split()},
         "lora": self.lora_options,
         "autocast": self.network.autocast,
         "gradient_checkpointing": self.gradient_checkpointing,
+        "shard": self.shard_told,
         "engine": self.engine and self.engine.settings(),
     }
 
