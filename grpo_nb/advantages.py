@@ -32,7 +32,8 @@ from grpo_nb.config import (
     Share,
     _fit_options,
 )
-from .core import Groups, GroupStats, Registry, _as_written, group_stats, weighted_sum
+from .core import Groups, GroupStats, Registry, Rollout, _as_written, group_stats
+from .core import weighted_sum
 
 # %% ../nbs/method/01_advantages.ipynb #f2e55959
 @dataclass
@@ -686,3 +687,12 @@ def _scaled_and_gated(x_NRK: Tensor, names: list[str], c: AdvantageConfig) -> Te
         component, on = names.index(g.component), names.index(g.on)
         x_NRK = gate(x_NRK, component, on, g.at_least, g.at_most, g.how)
     return x_NRK
+
+
+def _as_trained(rollout: Rollout, c: AdvantageConfig) -> Rollout:
+    "The rollout with its rewards scaled and gated, as the estimator gets them."
+    if rollout.rewards is None or not (c.scales or c.gates):
+        return rollout
+    x, flat = _rewards_NRK(rollout.rewards)
+    x = _scaled_and_gated(x, list(rollout.reward_names), c)
+    return rollout.replace(**({"rewards_NR": x[:, :, 0]} if flat else {"rewards_NRK": x}))

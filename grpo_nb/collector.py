@@ -19,6 +19,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
+from .advantages import AdvantageConfig, _as_trained, weights_by_name
 from .config import build_config, check_number
 from .core import Groups, Rollout, concat, group_stats, rollout_from_state, rollout_to_state
 from grpo_nb.filter_groups import (
@@ -63,8 +64,7 @@ class GroupCollector:
         config: FilterGroupsConfig | Mapping,
         train_batch_size: int,  # B: groups of a full batch
         num_generations: int | None = None,  # G, checked early if known
-        advantage: str | None = None,  # estimator, for warnings about filters that do not fit it
-        weights: Mapping[str, float] | None = None,  # of the components, if the filter names none
+        advantage: AdvantageConfig | Mapping | None = None,  # how rewards count in training
         on_rewarded: Callable[[Rollout], Any] | None = None,  # sees every group, dropped ones too
         make_task: Callable | None = None,  # builds a task again when state is loaded
     ):
@@ -76,7 +76,7 @@ class GroupCollector:
         self.config = config = build_config(FilterGroupsConfig, config)
         self.train_batch_size = check_number("train_batch_size", train_batch_size, 1, whole=True)
         self.full_size = config.gen_batch_size or train_batch_size
-        self.weights = weights
+        self.advantage = build_config(AdvantageConfig, advantage)
         self.on_rewarded = on_rewarded
         self.make_task = make_task
         self.status = "closed"  # "closed", "open", "full" or "cap"
@@ -91,7 +91,7 @@ class GroupCollector:
         self.filter_rate = [0.0, 0.0]  # filtered and generated groups, earlier steps discounted
         self.window: list[dict] = []  # the last steps, for warnings
         self.warnings: dict[str, str] = {}  # each once per run
-        by_sum = config.rule_name == "sum" and advantage == "gdpo"
+        by_sum = config.rule_name == "sum" and self.advantage.mode == "gdpo"
         self._warn({"sum": by_sum})
 
     def _hold(self, piece: Rollout):
@@ -263,13 +263,15 @@ def _warn_of_batch(self: GroupCollector, decision: GroupDecision):
 @patch
 def _decide(self: GroupCollector, rollout: Rollout) -> GroupDecision:
     "Filter by the configured rule, compare with the trained reward, and warn."
-    config = self.config
-    if config.weights is None and self.weights is not None:
-        config = dataclasses.replace(config, weights=dict(self.weights))
-    decision = decide(rollout, config)
+    config, how, names = self.config, self.advantage, rollout.reward_names
+    if config.weights is None and how.weights is not None:
+        weights = dict(zip(names, weights_by_name(how.weights, names)))
+        config = dataclasses.replace(config, weights=weights)
+    trained = _as_trained(rollout, how)
+    decision = decide(rollout if config.metrics else trained, config)
     other = rollout.rewards is not None and config.metrics != rollout.reward_names
     if other and config.rule_name != "combined":
-        trained_P = varies(_weighted_components(rollout, config.weights), decision.groups)
+        trained_P = varies(_weighted_components(trained, config.weights), decision.groups)
         self.tally["dropped_with_signal"] += int((trained_P & ~decision.signal_P).sum())
         self.tally["kept_without_signal"] += int((decision.signal_P & ~trained_P).sum())
     self._warn_of_batch(decision)

@@ -21,7 +21,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .advantages import AdvantageConfig, compute_advantages, spread_to_tokens
-from .advantages import _warn_cancelled_scales, weights_by_name, _check_keys
+from .advantages import _as_trained, _check_keys, _warn_cancelled_scales, weights_by_name
 from .callbacks import EndOfTasks, Paused, check_callbacks, _method_at, _tells_errors
 from .collector import GroupCollector
 from .config import Count, Natural, NonNegative, Positive, check_number, config_tree
@@ -130,7 +130,8 @@ def draw(
     if self.collector is None:
         named = self.config.filter_groups.metrics
         weights = dict(zip(rollout.reward_names, self.weights))
-        _warn_of_shaping(rollout, named or self.passed, weights, always=bool(named))
+        trained = _as_trained(rollout, self.config.advantage)
+        _warn_of_shaping(trained, named or self.passed, weights, always=bool(named))
     return rollout
 
 # %% ../nbs/method/04_trainer.ipynb #5f641c38
@@ -527,16 +528,9 @@ def _open_eval_tasks(tasks: Any, config: TrainerConfig) -> Any:
 @patch
 def _make_collector(self: GRPO) -> GroupCollector:
     "What fills batches with groups that vary."
-    c, names = self.config, self.rewards.components
-    return GroupCollector(
-        c.filter_groups,
-        c.train_batch_size,
-        c.num_generations,
-        advantage=c.advantage.mode,
-        weights=None if c.advantage.weights is None else dict(zip(names, self.weights)),
-        on_rewarded=self._tell_stream,
-        make_task=Task,
-    )
+    c = self.config
+    more = dict(advantage=c.advantage, on_rewarded=self._tell_stream, make_task=Task)
+    return GroupCollector(c.filter_groups, c.train_batch_size, c.num_generations, **more)
 
 # %% ../nbs/method/04_trainer.ipynb #90cf4aeb
 @patch

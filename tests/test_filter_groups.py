@@ -237,18 +237,20 @@ def test_every_state_refuses_what_does_not_fit_it():
         GroupCollector(FilterGroupsConfig(**QUIET), 4, num_generations=1)
 
 
-def test_the_trainers_weights_hold_unless_the_filter_names_its_own():
+def test_the_filter_sees_rewards_as_they_are_trained_unless_it_names_its_own():
     base = groups_of([1, 0])
     r = base.replace(
         rewards_NR=torch.tensor([[1.0, 1], [1, 0]]).double(), reward_names=("acc", "len")
     )
-    for weights, own, kept in (
+    for how, own, kept in (
         (None, None, 1),
-        ({"len": 0.0}, None, 0),
-        ({"len": 0.0}, {"len": 1.0}, 1),
+        ({"weights": [1, 0]}, None, 0),
+        ({"weights": [1, 0]}, {"len": 1.0}, 1),
+        ({"scales": {"len": 0}}, None, 0),
+        ({"gates": [{"component": "len", "on": "acc", "at_least": 2}]}, None, 0),
     ):
         config = FilterGroupsConfig(enable=True, weights=own, log_format=None, action="drop")
-        c = GroupCollector(config, 1, weights=weights)
+        c = GroupCollector(config, 1, advantage=how)
         c.begin()
         c.add(r)
         assert c.num_held == kept and c.config is config
