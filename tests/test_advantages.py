@@ -1,14 +1,13 @@
 import itertools
-import json
 import math
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from records import agree, cases, wanted
 
 from grpo_nb.advantages import (
     ADVANTAGES,
@@ -30,40 +29,13 @@ from grpo_nb.advantages import (
 from grpo_nb.core import Groups, group_stats
 from grpo_nb.filter_groups import varies
 
-HERE = Path(__file__).parent
 NAN = float("nan")
 pytestmark = pytest.mark.filterwarnings("ignore:GDPO's batch stage over a single group")
 
 
-def load(name):
-    return json.loads((HERE / "conformance" / f"advantages_{name}.json").read_text())["cases"]
-
-
-def ids(cases):
-    return [c["name"] for c in cases]
-
-
-def floats(values):
-    return np.array([NAN if v is None else v for v in values], dtype=np.float64)
-
-
-def agree(got, want, tolerance):
-    got, want = np.asarray(got, np.float64), floats(want)
-    keep = ~np.isnan(want)
-    bound = tolerance["atol"] + tolerance["rtol"] * np.abs(want[keep])
-    assert (np.abs(got[keep] - want[keep]) <= bound).all(), (got, want)
-
-
 F64 = dict(dtype=torch.float64)
 
-
-def lengths(name, n):
-    return dict(lengths_N=torch.arange(n) % 5 + 1) if name in ("opo", "gdpo_verl") else {}
-
-
-# ---------------------------------------------------------------------------------------------------------
 # Conformance. Where a record is not matched in the estimators' default form, the reason stands here.
-# ---------------------------------------------------------------------------------------------------------
 # - trl: frac_reward_zero_std: ours is always the share of groups in which every raw component is
 #   constant; TRL takes the weighted sum (so components that cancel count as constant), or a
 #   property of the batch under scale_rewards='batch' and under GDPO; counted over groups with a
@@ -82,7 +54,6 @@ def lengths(name, n):
 # - multireward: subgroup: theirs returns rewards centred over the passers, ours takes the others
 #   out of the statistics (NaN); the centred values are those of dr_grpo
 
-TRL = load("trl")
 # where TRL's frac_reward_zero_std may be another one
 EXPLAINED = {"batch", "normalize_then_sum", "float_noise", "cancel", "none"}
 
@@ -94,17 +65,12 @@ def trl_config(params):
     return AdvantageConfig(mode, params["reward_weights"])
 
 
-def trl_run(case):
+@pytest.mark.parametrize("case", cases("advantages_trl"))
+def test_trl(case):
     rewards = np.array(case["inputs"]["rewards"], dtype=np.float64)
     group_N = np.arange(len(rewards)) // case["params"]["num_generations"]
-    return compute_advantages(rewards, group_N, config=trl_config(case["params"]))
-
-
-@pytest.mark.parametrize("case", TRL, ids=ids(TRL))
-def test_trl(case):
-    out = trl_run(case)
-    want = case.get("expected_right", case["expected"])
-    agree(out.values, want["advantages"], case["tolerance"])
+    out = compute_advantages(rewards, group_N, config=trl_config(case["params"]))
+    agree(out.values, wanted(case)["advantages"], case["tolerance"])
     assert not out.values.isnan().any()
     if "expected_right" in case:
         assert (out.values == 0).all()
@@ -117,10 +83,7 @@ def test_trl(case):
             agree([out.metrics[name]], [value], dict(rtol=1e-5, atol=1e-5))
 
 
-MULTI = load("multireward")
-
-
-@pytest.mark.parametrize("case", MULTI, ids=ids(MULTI))
+@pytest.mark.parametrize("case", cases("advantages_multireward"))
 def test_multireward(case):
     params, expected = case["params"], case["expected"]
     rewards = torch.tensor(case["inputs"]["rewards"], dtype=torch.float64)
@@ -129,7 +92,7 @@ def test_multireward(case):
         estimate, what = conditioned, "rewards"
     with pytest.raises(ValueError) if "error" in expected else nullcontext():
         got = estimate(rewards, params)
-        agree(got.flatten(), np.ravel(expected[what]).tolist(), case["tolerance"])
+        agree(got.flatten(), np.ravel(expected[what]), case["tolerance"])
 
 
 def advantages(rewards, params):
@@ -152,9 +115,6 @@ def conditioned(rewards, params):
     if params["impl"] == "subgroup":
         got[:, at] = ADVANTAGES["dr_grpo"](got[:, at], [0] * len(got), **F64)
     return got
-
-
-VERL = load("verl")
 
 
 def verl_call(case):
@@ -190,9 +150,9 @@ def verl_call(case):
     raise AssertionError(name)
 
 
-@pytest.mark.parametrize("case", VERL, ids=ids(VERL))
+@pytest.mark.parametrize("case", cases("advantages_verl"))
 def test_verl(case):
-    want = case.get("expected_right", case["expected"])
+    want = wanted(case)
     if case["name"] == "gdpo/single_token_total":
         assert verl_call(case).tolist() == [0.0]
         return
@@ -201,8 +161,8 @@ def test_verl(case):
             verl_call(case)
         return
     got = verl_call(case)
-    compare = np.array(want["compare"])
-    agree(got.numpy()[compare], floats(want["advantages"])[compare].tolist(), case["tolerance"])
+    compare, tolerance = np.array(want["compare"]), case["tolerance"]
+    agree(got.numpy()[compare], np.array(want["advantages"])[compare], tolerance)
     if "expected_right" in case:
         zero = np.array(want["advantages"]) == 0.0
         assert (got.numpy()[zero] == 0).all()
@@ -210,47 +170,38 @@ def test_verl(case):
         steps = torch.arange(case["inputs"]["max_length"])
         mask = steps < torch.tensor(case["inputs"]["lengths"])[:, None]
         tokens = spread_to_tokens(got, mask)
-        agree(tokens.flatten(), np.ravel(want["token_advantages"]).tolist(), case["tolerance"])
+        agree(tokens, want["token_advantages"], tolerance)
     if "pre_norm" in want and case["params"].get("norm_adv_by_std"):
         inputs = case["inputs"]
         rewards = [inputs["rewards_by_key"][k] for k in case["params"]["reward_keys"]]
         weights = case["params"]["reward_weights"]
         kw = dict(eps=case["params"]["epsilon"], singleton="raw", **F64)
         pre = mo_grpo(torch.tensor(rewards).t(), inputs["group_ids"], weights, **kw)
-        agree(pre.numpy()[compare], floats(want["pre_norm"])[compare].tolist(), case["tolerance"])
+        agree(pre.numpy()[compare], np.array(want["pre_norm"])[compare], tolerance)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Independent loop implementation, straight from the formulas
-# ---------------------------------------------------------------------------------------------------------
+# Loops, straight from the formulas
 
 
-def slow_z(column, groups, eps, ddof):
+def slow_z(column, groups, least=0.0):
+    "Deviations of a group's values by its standard deviation; 0 for those that vary no more than `least`."
     out = np.zeros(len(column))
     for g in set(groups):
         rows = [i for i, h in enumerate(groups) if h == g and not math.isnan(column[i])]
         values = [float(column[i]) for i in rows]
-        if len(values) <= ddof or max(values) == min(values):
+        if len(values) < 2 or max(values) - min(values) <= least:
             continue
         mean = math.fsum(values) / len(values)
-        std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - ddof))
+        std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
         for i in rows:
-            out[i] = (column[i] - mean) / (std + eps)
+            out[i] = (column[i] - mean) / (std + 1e-4)
     return out
 
 
-def slow_gdpo(x, groups, weights, eps=1e-4, eps_batch=1e-4, ddof=1):
-    s = sum(w * slow_z(x[:, k], groups, eps, ddof) for k, w in enumerate(weights))
-    rows = [i for i in range(len(x)) if not np.isnan(x[i]).all()]
-    values = [s[i] for i in rows]
-    out = np.zeros(len(x))
-    if len(values) <= ddof or max(values) - min(values) < 1e-12:
-        return out
-    mean = math.fsum(values) / len(values)
-    std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - ddof))
-    for i in rows:
-        out[i] = (s[i] - mean) / (std + eps_batch)
-    return out
+def slow_gdpo(x, groups, weights):
+    s = sum(w * slow_z(x[:, k], groups) for k, w in enumerate(weights))
+    s[np.isnan(x).all(1)] = NAN
+    return slow_z(s, [0] * len(x), least=1e-12)
 
 
 reward = st.sampled_from([0.0, 1.0, 0.1, 0.7, 0.35, -1.5, 3.25, 100.0]) | st.floats(-5, 5)
@@ -275,7 +226,7 @@ def test_gdpo_and_grpo_equal_the_loops(batch):
     np.testing.assert_allclose(got, slow_gdpo(x, groups, weights), atol=1e-7)
     total = np.where(np.isnan(x).all(1), NAN, (np.nan_to_num(x) * weights).sum(1))
     got = grpo(x, groups, weights, **F64).numpy()
-    np.testing.assert_allclose(got, slow_z(total, groups, 1e-4, 1), atol=1e-7)
+    np.testing.assert_allclose(got, slow_z(total, groups), atol=1e-7)
 
 
 @RUN

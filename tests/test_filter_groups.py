@@ -4,14 +4,13 @@ import json
 import logging
 import math
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import cases, wanted
 
 from grpo_nb.collector import FilterCapError, GroupCollector
 from grpo_nb.config import build_config
@@ -24,9 +23,9 @@ from grpo_nb.filter_groups import (
     resolve_metric,
 )
 from grpo_nb.lab.filter_logs import format_summary, parse_filter_logs
+from grpo_nb.tasks import Task
 
-CASES = json.loads((Path(__file__).parent / "conformance/filter_groups_verl.json").read_text())
-CASES = {c["name"]: c for c in CASES["cases"]}
+CASES = cases("filter_groups_verl")
 QUIET = dict(enable=True, metric="acc", log_format=None)
 DEAD, LIVE = [1, 1], [0, 1]
 nan = float("nan")
@@ -78,16 +77,12 @@ class Source:
         return groups_of(*hits.double().tolist(), start=self.given - num_prompts)
 
 
-# --- recorded peers ------------------------------------------------------------------------------
+def recorded(op):
+    return [c for c in CASES if c.values[0]["params"]["op"] == op]
 
 
-def wanted(case):
-    return case["expected_right"] if "expected_right" in case else case["expected"]
-
-
-@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c["params"]["op"] == "filter"])
-def test_conformance_filter(name):
-    case = CASES[name]
+@pytest.mark.parametrize("case", recorded("filter"))
+def test_conformance_filter(case):
     uids, want = case["inputs"]["uids"], wanted(case)
     d = keep_groups(case["inputs"]["metric"], uids)
     rows = d.keep_N.nonzero()[:, 0].tolist()
@@ -95,10 +90,9 @@ def test_conformance_filter(name):
     assert list(dict.fromkeys(uids[i] for i in rows)) == want["kept_uids"]
 
 
-@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c["params"]["op"] == "accumulate"])
-def test_conformance_accumulate(name):
-    case, params = CASES[name], CASES[name]["params"]
-    want = wanted(case)
+@pytest.mark.parametrize("case", recorded("accumulate"))
+def test_conformance_accumulate(case):
+    params, want = case["params"], wanted(case)
     batches = [
         rollout_of(b["uids"], b["metric"], gen=torch.full((len(b["uids"]),), i))
         for i, b in enumerate(case["inputs"]["gen_batches"])
@@ -118,15 +112,12 @@ def test_conformance_accumulate(name):
             break
         r = s.rollout
         rows = [list(x) for x in zip(r.info["gen"].tolist(), r.info["row"].tolist())]
-        steps.append((s, list(dict.fromkeys(r.tasks)), rows))
+        batches, surplus = (s.metrics[f"filter/{k}"] for k in ("num_gen_batches", "surplus"))
+        steps.append((batches, list(dict.fromkeys(r.tasks)), rows, surplus))
     if error is None:
         left = s.metrics["filter/surplus"]
-    batches = [s.metrics["filter/num_gen_batches"] for s, *_ in steps]
-    assert batches == [w["num_gen_batches"] for w in want["steps"]]
-    assert [p for _, p, _ in steps] == [w["prompts"] for w in want["steps"]]
-    assert [r for *_, r in steps] == [w["rows"] for w in want["steps"]]
-    surplus = [s.metrics["filter/surplus"] for s, *_ in steps]
-    assert surplus == [w["surplus_prompts"] for w in want["steps"]]
+    told = ("num_gen_batches", "prompts", "rows", "surplus_prompts")
+    assert steps == [tuple(w[k] for k in told) for w in want["steps"]]
     if "error" in want:
         assert error.items() <= want["error"].items() and want["error"]["error"] == "ValueError"
     else:
@@ -140,13 +131,10 @@ DIFFERENT |= {"float_noise", "interleaved_rows", "uneven_groups"}
 
 
 def test_every_record_was_compared_and_every_difference_has_a_reason():
-    ops = [c["params"]["op"] for c in CASES.values()]
-    assert len(ops) == ops.count("filter") + ops.count("accumulate") == 36
-    assert DIFFERENT == {n for n, c in CASES.items() if "expected_right" in c}
-    assert all(CASES[n]["expected_right"] != CASES[n]["expected_verl"] for n in DIFFERENT)
-
-
-# --- the rule ------------------------------------------------------------------------------------
+    assert len(CASES) == len(recorded("filter")) + len(recorded("accumulate")) == 36
+    right = {c.id: c.values[0] for c in CASES if "expected_right" in c.values[0]}
+    assert right.keys() == DIFFERENT
+    assert all(c["expected_right"] != c["expected_verl"] for c in right.values())
 
 
 metric_values = st.sampled_from([0.0, 1.0, 0.1, 0.35, -2.0, 0.1 + 1e-16, nan])
@@ -170,9 +158,6 @@ def test_matches_the_definition_and_ignores_order(rows, rnd):
     assert kept(shuffled) == want
 
 
-# --- metrics and configuration -------------------------------------------------------------------
-
-
 def test_bad_options_are_refused_by_their_key():
     for bad in (dict(on_cap="ignore"), dict(min_spread=nan), dict(metric=[3]), dict(rule="metric")):
         with pytest.raises(ValueError, match=next(iter(bad))):
@@ -188,15 +173,11 @@ def test_a_rollout_without_rewards_is_refused_and_an_old_key_is_read():
 def test_rank_rewards_are_dead_only_if_every_cell_is_constant():
     cells = torch.zeros(4, 2, 3)
     cells[3, 1, 2] = 1
-    r = groups_of([0, 0], [0, 0]).replace(
-        rewards_NR=None, rewards_NRK=cells, reward_names=("rel", "safe")
-    )
+    ranks = dict(rewards_NR=None, rewards_NRK=cells, reward_names=("rel", "safe"))
+    r = groups_of([0, 0], [0, 0]).replace(**ranks)
     assert decide(r, FilterGroupsConfig()).keep_P.tolist() == [False, True]
     assert decide(r, FilterGroupsConfig(rule="combined")).keep_P.tolist() == [False, True]
     assert decide(r, FilterGroupsConfig(metric="rel")).keep_P.tolist() == [False, False]
-
-
-# --- the collector -------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
@@ -238,14 +219,12 @@ def test_every_state_refuses_what_does_not_fit_it():
 
 
 def test_the_filter_sees_rewards_as_they_are_trained_unless_it_names_its_own():
-    base = groups_of([1, 0])
-    r = base.replace(
-        rewards_NR=torch.tensor([[1.0, 1], [1, 0]]).double(), reward_names=("acc", "len")
-    )
+    rewards_NR, off = torch.tensor([[1.0, 1], [1, 0]]).double(), {"weights": [1, 0]}
+    r = groups_of([1, 0]).replace(rewards_NR=rewards_NR, reward_names=("acc", "len"))
     for how, own, kept in (
         (None, None, 1),
-        ({"weights": [1, 0]}, None, 0),
-        ({"weights": [1, 0]}, {"len": 1.0}, 1),
+        (off, None, 0),
+        (off, {"len": 1.0}, 1),
         ({"scales": {"len": 0}}, None, 0),
         ({"gates": [{"component": "len", "on": "acc", "at_least": 2}]}, None, 0),
     ):
@@ -254,9 +233,6 @@ def test_the_filter_sees_rewards_as_they_are_trained_unless_it_names_its_own():
         c.begin()
         c.add(r)
         assert c.num_held == kept and c.config is config
-
-
-# --- resume and faults ---------------------------------------------------------------------------
 
 
 def test_a_batch_waits_for_its_rewards_also_in_a_checkpoint():
@@ -294,25 +270,18 @@ def test_state_is_a_snapshot():
 
 
 def test_rollout_state_of_all_kinds():
-    task = SimpleNamespace(
-        prompt=[{"role": "user"}], columns={"n": np.int64(3)}, taskset_id="a", index=0
-    )
+    task = Task([{"role": "user"}], {"n": np.int64(3)}, "a", 0)
+    info = {"s": np.array(["x", "yy"]), "o": np.array([None, 1], dtype=object)}
     r = groups_of([1, 0]).replace(
         tasks=[task, task],
         states={"t": torch.ones(2, dtype=torch.bfloat16)},
         old_logp_NS=torch.tensor([[0.1, 0], [nan, 0]]),
         outputs=[{"text": "a", "ids": torch.tensor([1, 2])}, {"ids": torch.tensor([3])}],
-        info={
-            "s": np.array(["x", "yy"]),
-            "o": np.array([None, 1], dtype=object),
-            "u8": np.arange(2, dtype=np.uint8),
-        },
+        info=info | {"u8": np.arange(2, dtype=np.uint8)},
     )
     state = rollout_to_state(r, "p.")
-    told = json.loads(json.dumps(state["json"]))
-    back = rollout_from_state(
-        {"json": told, "tensors": state["tensors"]}, make_task=SimpleNamespace
-    )
+    state["json"] = json.loads(json.dumps(state["json"]))
+    back = rollout_from_state(state, make_task=Task)
     assert back.tasks == [task, task] and back.tasks[0] is back.tasks[1]
     assert back.states["t"].dtype == torch.bfloat16
     assert torch.equal(back.old_logp_NS.isnan(), r.old_logp_NS.isnan())
@@ -321,9 +290,6 @@ def test_rollout_state_of_all_kinds():
     assert back.info["o"].tolist() == [None, 1]
     with pytest.raises(ValueError, match="outputs.0 holds a object"):
         rollout_to_state(r.replace(outputs=[object(), object()]))
-
-
-# --- logs ----------------------------------------------------------------------------------------
 
 
 def log_of(*kept, size=1024):
@@ -386,14 +352,11 @@ def test_what_looks_like_filtering_and_is_not_understood_is_shown():
         assert s["unread"] == [line] and f"not understood: {line}" in format_summary(s)
     s = parse_filter_logs("Generated batch 1, 1,024 prompts\nFiltered (std=0): 1,000\n")[1]
     assert (s["prompts"], s["filtered"]) == (1024, 1000)
-    s = parse_filter_logs(
-        "num_prompt_in_batch=3 < prompt_bsz=8 num_prompt_in_batch=8 >= prompt_bsz=8"
-    )[1]
-    assert s["num_gen_batches"] == 2
-    start = time.process_time()
-    parse_filter_logs(
-        "\n".join([*STEP, "[151644, " * 20_000, "kept " * 40_000, "np.sum(" + "ha " * 60_000])
-    )  # what a completion may hold, printed
+    two = "num_prompt_in_batch=3 < prompt_bsz=8 num_prompt_in_batch=8 >= prompt_bsz=8"
+    assert parse_filter_logs(two)[1]["num_gen_batches"] == 2
+    start = time.process_time()  # what a completion may hold, printed
+    noise = ["[151644, " * 20_000, "kept " * 40_000, "np.sum(" + "ha " * 60_000]
+    parse_filter_logs("\n".join([*STEP, *noise]))
     assert time.process_time() - start < 20
     s = parse_filter_logs("train/num_gen_batches:2.0e+00 - train/filter_rate:2.5e-01\n")[1]
     assert s["num_gen_batches"] == 2 and s["steps"][0]["outcome"] == "full"
@@ -430,11 +393,7 @@ def test_lost_and_garbled_lines():
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from([*STEP, *VERL.splitlines()]), st.integers(0, 99)), max_size=30
-    )
-)
+@given(st.lists(st.tuples(st.sampled_from(STEP + VERL.splitlines()), st.integers(0, 99))))
 def test_the_reader_survives_any_damage(picks):
     frame, s = parse_filter_logs("\n".join(line[:cut] for line, cut in picks) + "\n")
     assert len(frame) <= len(picks) and isinstance(format_summary(s), str)
@@ -442,10 +401,9 @@ def test_the_reader_survives_any_damage(picks):
 
 
 def test_what_is_written_is_read_back(caplog):
-    config = FilterGroupsConfig(
-        enable=True, metric="acc", max_num_gen_batches=2, on_cap="train_partial"
-    )
-    c, source = GroupCollector(config, 16), Source(seed=6)
+    limit = {"max_num_gen_batches": 2, "on_cap": "train_partial"}
+    c = GroupCollector(FilterGroupsConfig(enable=True, metric="acc", **limit), 16)
+    source = Source(seed=6)
     with caplog.at_level(logging.INFO, "grpo_nb.collector"):
         steps = [c.collect(source) for _ in range(12)]
     frame, s = parse_filter_logs("\n".join(caplog.messages))
@@ -456,17 +414,12 @@ def test_what_is_written_is_read_back(caplog):
     assert {"full", "partial"} == set(s["outcomes"]) and s["issues"] == s["unread"] == []
 
 
-# --- warnings ------------------------------------------------------------------------------------
-
-
 def test_warnings_come_once_and_survive_a_resume(caplog):
-    c = GroupCollector(FilterGroupsConfig(**QUIET, on_cap="skip_step", max_num_gen_batches=1), 1)
+    config = FilterGroupsConfig(**QUIET, on_cap="skip_step", max_num_gen_batches=1)
+    c, d = GroupCollector(config, 1), GroupCollector(config, 1)
     with caplog.at_level(logging.WARNING, "grpo_nb.collector"):
         c.collect(Script([DEAD, DEAD]))
         c.collect(Script([DEAD, DEAD]))
-        d = GroupCollector(
-            FilterGroupsConfig(**QUIET, on_cap="skip_step", max_num_gen_batches=1), 1
-        )
         d.load_state_dict(c.state_dict())
         d.collect(Script([DEAD, DEAD]))
     assert len(caplog.messages) == 2 == len(d.warnings)

@@ -40,27 +40,19 @@ from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 from grpo_nb.update import check_on_policy
 
-SIZE = dict(
-    vocab_size=55, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-)
-EDGE = dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+SIZE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SIZE |= dict(vocab_size=55, num_key_value_heads=2, max_position_embeddings=64)
+SIZE |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+MIXED = dict(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
 MODELS = {
-    "llama": LlamaConfig(**SIZE, **EDGE, num_key_value_heads=4, tie_word_embeddings=True),
-    "llama_gqa": LlamaConfig(**SIZE, **EDGE, num_key_value_heads=2, attention_bias=True),
-    "qwen2": Qwen2Config(**SIZE, **EDGE, num_key_value_heads=2),
-    "mistral": MistralConfig(**SIZE, **EDGE, num_key_value_heads=2, sliding_window=None),
-    "mistral_window": MistralConfig(**SIZE, **EDGE, num_key_value_heads=2, sliding_window=4),
-    "gemma2_cap": Gemma2Config(
-        **SIZE, **EDGE, num_key_value_heads=2, head_dim=8, final_logit_softcapping=5.0
-    ),
-    "lfm2_convolutions": Lfm2Config(
-        **SIZE,
-        **EDGE,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention"],
-        block_auto_adjust_ff_dim=False,
-    ),  # fmt: skip
-    "gpt2_dropout": GPT2Config(**SIZE, **EDGE, resid_pdrop=0.5),
+    "llama": LlamaConfig(**SIZE | {"num_key_value_heads": 4}, tie_word_embeddings=True),
+    "llama_gqa": LlamaConfig(**SIZE, attention_bias=True),
+    "qwen2": Qwen2Config(**SIZE),
+    "mistral": MistralConfig(**SIZE, sliding_window=None),
+    "mistral_window": MistralConfig(**SIZE, sliding_window=4),
+    "gemma2_cap": Gemma2Config(**SIZE, head_dim=8, final_logit_softcapping=5.0),
+    "lfm2_convolutions": Lfm2Config(**SIZE, **MIXED),
+    "gpt2_dropout": GPT2Config(**SIZE, resid_pdrop=0.5),
 }
 PROMPTS = ("<bos>1+2=", "<bos>12-25+4=", "<bos>7=", "<bos>1+2=")
 TASKS = [SimpleNamespace(prompt=p, columns={}) for p in PROMPTS]
@@ -74,8 +66,7 @@ def tokenizer():
 @pytest.fixture(scope="module", params=list(MODELS))
 def policy(request, tokenizer):
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model = AutoModelForCausalLM.from_config(MODELS[request.param], dtype=torch.float32)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.25, generator=seeded(0, "init")) if p.ndim > 1 else None
@@ -176,10 +167,9 @@ def test_a_lora_run_resumes_with_the_same_bytes(tmp_path):
 
 
 def test_autocast_computes_in_bfloat16_and_scores_in_float32():
-    p = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=6, autocast="bfloat16")
-    full = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=6)
-    tasks = list(Taskset.load(data_path("tasks/middle_train.jsonl"))[:4])
-    r = p.sample(tasks, 4, seeded(0, "s"))
+    p = TokenPolicy.from_pretrained("data:tiny-llama", max_new_tokens=6, autocast="bfloat16")
+    full = TokenPolicy.from_pretrained("data:tiny-llama", max_new_tokens=6)
+    r = p.sample(TASKS, 4, seeded(0, "s"))
     logp = p.logp(r)
     assert logp.dtype == r.old_logp_NS.dtype == torch.float32
     own, other = (logp - r.old_logp_NS)[r.mask_NS], (logp - full.logp(r))[r.mask_NS]
@@ -189,7 +179,7 @@ def test_autocast_computes_in_bfloat16_and_scores_in_float32():
     assert all(g is not None and g.dtype == torch.float32 for g in grads)
 
 
-EXPERTS = MixtralConfig(**SIZE, **EDGE, num_key_value_heads=2, num_local_experts=4)
+EXPERTS = MixtralConfig(**SIZE, num_local_experts=4)
 EXTRAS = [
     {},
     {"r": 4},  # of a model with experts
@@ -238,10 +228,7 @@ def test_whatever_peft_trains_is_scored_copied_and_stored(tokenizer, options, tm
         ({"target_modules": ["q_proj", "nonesuch"]}, "layer in lora.target_modules 'nonesuch'"),
         ({"trainable_token_indices": [99]}, "out of bounds"),
         ({"layer_replication": [[0, 1], [0, 1]]}, "leave out layer_replication"),
-        (
-            {"alora_invocation_tokens": [1]},
-            "leave out alora_invocation_tokens",
-        ),  # at work after them
+        ({"alora_invocation_tokens": [1]}, "leave out alora_invocation"),  # at work after them
         ({"arrow_config": {}}, "leave out arrow_config"),
         ({"lora_alpha": 0}, "leave out lora_alpha=0"),
         ({"r": "8"}, "lora: "),
@@ -436,10 +423,7 @@ def test_names_import_nothing_and_what_is_missing_is_said(tmp_path, monkeypatch)
     wrong |= {str(tmp_path): "holds no model that transformers can load"}
     Path("run/checkpoints").mkdir(parents=True)
     Path("done/checkpoints").mkdir(parents=True), Path("done/policy").mkdir()
-    wrong |= {
-        "run": r"is a run, no model: GRPO.load\('run'\).policy",
-        "done": "no model: done/policy",
-    }
+    wrong |= {"run": r"is a run, no model: GRPO.load\('run'\).pol", "done": "no model: done/policy"}
     for name, message in wrong.items():
         with pytest.raises(ValueError, match=f"^policy.model.*{message}.*$"):
             GRPO.from_config(load_config(None, [f"policy.model={name}"]))
@@ -483,10 +467,9 @@ def test_an_adapter_is_written_in_the_format_of_peft(target, tmp_path):
 
 
 def test_the_adapter_that_is_trained_is_the_one_that_is_stored(tokenizer, tmp_path):
-    wrapped = peft.get_peft_model(
-        load_model("data:tiny-llama")[0], peft.LoraConfig(target_modules=["q_proj"]), "first"
-    )
-    wrapped.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"]))
+    lora = lambda r, part: peft.LoraConfig(r=r, target_modules=[part])
+    wrapped = peft.get_peft_model(load_model("data:tiny-llama")[0], lora(8, "q_proj"), "first")
+    wrapped.add_adapter("second", lora(2, "v_proj"))
     wrapped.set_adapter("second")
     p = TokenPolicy(wrapped, tokenizer)
     p.parameters()[1].data += 0.5
@@ -514,9 +497,8 @@ def test_a_policy_is_pushed_to_a_hub_and_refused_offline(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(ValueError, match="^push_to_hub 'no repository': "):
         p.push_to_hub("no repository", token="hf_x")
-    monkeypatch.setattr(
-        HfApi, "create_repo", lambda self, name, **kw: SimpleNamespace(repo_id=name)
-    )
+    made = lambda self, name, **kw: SimpleNamespace(repo_id=name)
+    monkeypatch.setattr(HfApi, "create_repo", made)
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     assert p.push_to_hub("me/sums", token="hf_x").endswith("/me/sums/commit/abc")
     p.save_pretrained(tmp_path)

@@ -23,8 +23,8 @@ from grpo_nb.trainer import GRPO
 class Table:
     "Independent softmax choices in float64, some rollouts shorter than others."
 
-    def __init__(self, draws=4, items=False):
-        self.logits = torch.randn(6, 3, 4, generator=seeded(0, "table"), dtype=torch.float64)
+    def __init__(self, draws=4, items=False, seed=0):
+        self.logits = torch.randn(6, 3, 4, generator=seeded(seed, "table"), dtype=torch.float64)
         self.logits.requires_grad_()
         self.draws, self.items = draws, items
 
@@ -228,9 +228,6 @@ def test_what_is_wrong_on_one_process_is_told_to_all(two_ranks):
     assert other == f"PeerError: Process 1 has failed: {own}"
 
 
-# --------------------------------------------------------------------------------------------- resume, refusals
-
-
 def resumes(folder):
     "A run with a stop is the run without one, bit for bit, on two processes."
 
@@ -266,9 +263,6 @@ def test_a_run_on_two_processes_resumes_bit_for_bit_and_differences_are_refused(
     assert two_ranks["batch"] == [few] * 2 and two_ranks["data"][0] == two_ranks["data"][1]
     assert two_ranks["data"][0].startswith("the data is ['list (5 tasks")
     assert "no such model" in two_ranks["fine"][0]
-
-
-# ------------------------------------------------------------------------------------------------------ shards
 
 
 TEXTS = [{"prompt": f"{k} plus {k + 3} is ", "index": k} for k in range(5)]

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from grpo_nb.advantages import spread_to_tokens
 from grpo_nb.core import Rollout
@@ -22,8 +24,6 @@ from grpo_nb.list_parsing import (
 from grpo_nb.ranking import SafetyOracle, make_relevance_reward, make_safe_reward
 
 FAST = settings(max_examples=60, deadline=None)
-
-# ---------------------------------------------------------------- parsing
 
 FILM_LINES = ["Heat (1995)", "1. Heat (1995)", "- Fargo (1996)", '"Big" (1988)', "Amélie (2001)"]
 OTHER_LINES = ["Alien, 1979", "Scream", "", "   ", "---", "Films for you:", "Enjoy!"]
@@ -69,9 +69,6 @@ def test_spans_are_disjoint_and_ordered(text, cuts):
 
 
 def byte_level_tokenizer():
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -79,36 +76,30 @@ def byte_level_tokenizer():
     options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
     trainer = trainers.BpeTrainer(vocab_size=300, **options)
     core.train_from_iterator(["Heat (1995)\nFargo (1996)\n\nAmélie (2001)\n"] * 9, trainer)
-    tokens = {"pad_token": "<pad>", "eos_token": "<eos>"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, clean_up_tokenization_spaces=False, **tokens
-    )
+    how = {"clean_up_tokenization_spaces": False, "additional_special_tokens": ["<turn>"]}
+    how |= {"pad_token": "<pad>", "eos_token": "<eos>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **how)
+    tokenizer.add_tokens([AddedToken("<tool>", special=True), AddedToken("<think>", special=False)])
+    return tokenizer
 
-
-# ---------------------------------------------------------------- safety and the old behaviour
 
 FILMS = [f"Film {c} ({1980 + i})" for i, c in enumerate("ABCDEFGHIJ")]
 RISKS = {f: {"horror": i / 9, "war": 1 - i / 9} for i, f in enumerate(FILMS)}
 
 
-def old_reward(text, relevant, seen, avoid, k, variant, lambda_safe, penalty_safe):
+def old_reward(text, variant, relevant, seen, avoid):
     "The earlier combined reward as published, written naively: unknown titles safe."
     titles = [x for x in (_read_item(row) for row in text.split("\n")) if x]
-    left, out = {(t[:-7], int(t[-5:-1])) for t in relevant}, []
-    hit, bad = [0.0] * k, [0.0] * k
-    for i, (title, year) in enumerate(titles[:k]):
+    left, hit, bad = {*relevant}, [0.0] * 6, [0.0] * 6
+    for i, (title, year) in enumerate(titles[:6]):
         name = f"{title} ({year})"
-        if name in FILMS and name not in seen and (title, year) in left:
-            left.remove((title, year))
+        if name in FILMS and name not in seen and name in left:
+            left.remove(name)
             hit[i] = 1.0
-        bad[i] = float(any(RISKS.get(name, {}).get(t, 0.0) >= 0.66 for t in avoid))
-    for i in range(k):
-        if variant == "log_decay":
-            relevance = sum(hit[j] / math.log2(j + 2) for j in range(i, k))
-        else:
-            relevance = hit[i]
-        out.append(relevance - lambda_safe * penalty_safe * bad[i] / math.log2(i + 2))
-    return out
+        bad[i] = any(RISKS.get(name, {}).get(t, 0.0) >= 0.66 for t in avoid) / math.log2(i + 2)
+    if variant == "log_decay":
+        hit = [sum(hit[j] / math.log2(j + 2) for j in range(i, 6)) for i in range(6)]
+    return [h - 0.8 * 1.5 * b for h, b in zip(hit, bad)]
 
 
 @pytest.mark.parametrize("variant", ["log_decay", "exp_inf"])
@@ -122,46 +113,27 @@ def test_combined_reward_equals_the_old_one(variant):
     rows, want, columns = [], [], {"relevant": [], "seen": [], "avoid": []}
     for _ in range(200):
         films = rng.sample(FILMS, rng.randint(0, 8))
-        text = "\n".join(rng.choice(extra) if rng.random() < 0.2 else f for f in films)
-        relevant, seen = rng.sample(FILMS, 4), rng.sample(FILMS, 2)
-        avoid = rng.sample(["horror", "war"], rng.randint(0, 2))
-        rows.append(text)
-        want.append(old_reward(text, relevant, seen, avoid, 6, variant, 0.8, 1.5))
-        for name, value in zip(columns, (relevant, seen, avoid)):
-            columns[name].append(value)
+        rows.append("\n".join(rng.choice(extra) if rng.random() < 0.2 else f for f in films))
+        columns["relevant"].append(rng.sample(FILMS, 4))
+        columns["seen"].append(rng.sample(FILMS, 2))
+        columns["avoid"].append(rng.sample(["horror", "war"], rng.randint(0, 2)))
+        want.append(old_reward(rows[-1], variant, *(x[-1] for x in columns.values())))
     got = reward(["p"] * 200, rows, **columns, unused=[0] * 200)
     np.testing.assert_allclose(got, want, atol=1e-12)
 
 
-# ---------------------------------------------------------------- one parse for rewards and tokens
-
-
-def tokenizer_with_specials():
-    tokenizer = byte_level_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
-    from tokenizers import AddedToken
-
-    tokenizer.add_tokens([AddedToken("<tool>", special=True), AddedToken("<think>", special=False)])
-    return tokenizer
-
-
-TOKENIZER = tokenizer_with_specials()
+TOKENIZER = byte_level_tokenizer()
 SPECIALS = [TOKENIZER.convert_tokens_to_ids(x) for x in ("<pad>", "<turn>", "<tool>")]
 END = TOKENIZER.eos_token_id
 
 
-def rollout_of(answers, tasks=None, outputs=()):
+def rollout_of(answers, outputs=()):
     "A rollout of one group with these token ids; what follows an answer is padding."
-    width = max(map(len, answers))
+    n, width = len(answers), max(map(len, answers))
     mask_NS = torch.tensor([[i < len(a) for i in range(width)] for a in answers])
-    return Rollout(
-        torch.zeros(len(answers)).long(),
-        [{"prompt": "p"}] * len(answers) if tasks is None else tasks,
-        {"completion_ids": torch.tensor([a + [0] * (width - len(a)) for a in answers])},
-        mask_NS,
-        torch.zeros(mask_NS.shape),
-        list(outputs),
-    )
+    states = {"completion_ids": torch.tensor([a + [0] * (width - len(a)) for a in answers])}
+    given = ([{"prompt": "p"}] * n, states, mask_NS, torch.zeros(n, width), list(outputs))
+    return Rollout(torch.zeros(n).long(), *given)
 
 
 messy = st.lists(
@@ -228,9 +200,6 @@ def test_a_special_token_amid_a_list_moves_no_reward(special):
     if special is not None:
         with pytest.raises(ValueError, match="Sample 0: rewards read"):
             parse_rollout(rollout, TOKENIZER, parser)
-
-
-# ---------------------------------------------------------------- columns, tables, escapes
 
 
 def test_a_table_with_two_spellings_of_a_film_is_refused():

@@ -1,5 +1,6 @@
 """The run directory under faults: torn lines, full disks, kills, two writers, resumes, a mirror that fails."""
 
+import gc
 import itertools
 import math
 import os
@@ -34,9 +35,6 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(autouse=True)
 def no_wandb_mode(monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
-
-
-# ------------------------------------------------------------------------------------------- files
 
 
 NAME = st.text(min_size=1, max_size=5).filter(lambda k: k != "step")
@@ -74,7 +72,8 @@ class Faulty:
     "A file whose disk is full for some calls, which write a part all the same."
 
     def __init__(self, file, fails):
-        self.file, self.fails, self.calls, self.fileno = file, fails, 0, file.fileno
+        self.file, self.fails, self.calls = file, fails, 0
+        self.fileno, self.close = file.fileno, file.close
 
     def write(self, data):
         self.calls += 1
@@ -84,9 +83,6 @@ class Faulty:
         if self.calls % 2:
             return n
         raise OSError(28, "No space left on device")
-
-    def close(self):
-        self.file.close()
 
 
 @pytest.mark.parametrize("fails", [{1}, {2}, {1, 2, 3}, {5, 6}, range(99)], ids=str)
@@ -148,9 +144,6 @@ def test_runs_that_begin_at_once_get_numbers_and_lost_files_are_said(tmp_path, m
     shutil.rmtree(run.dir)
     with pytest.warns(UserWarning, match="metrics.jsonl cannot be written .* it was deleted"):
         run.log(1, {"x": 1})
-
-
-# --------------------------------------------------------------------------------- create and resume
 
 
 def test_resume_reports_what_changed_in_the_configuration(tmp_path):
@@ -237,12 +230,10 @@ def write(folder):
 
 @pytest.mark.parametrize("wait", [0.0, 0.021])
 def test_kill_while_writing(tmp_path, wait):
-    child, file = (
-        forked.start(tmp_path / "out", write, tmp_path / "r"),
-        tmp_path / "r/metrics.jsonl",
-    )
-    while not (file.exists() and len(read_jsonl(file)[0]) >= 20):
-        assert child.is_alive(), (tmp_path / "out").read_text()
+    child = forked.start(tmp_path / "out", write, tmp_path / "r")
+    file = tmp_path / "r/metrics.jsonl"
+    begun = lambda: file.exists() and len(read_jsonl(file)[0]) >= 20
+    assert forked.wait_for(lambda: begun() or not child.is_alive()) and child.is_alive()
     with pytest.raises(RunLocked, match=f"process {child.pid}"):
         Run.open(tmp_path / "r").log(10**9, {})
     time.sleep(wait)
@@ -263,8 +254,6 @@ def test_kill_while_writing(tmp_path, wait):
 
 
 def test_lock_goes_with_the_object(tmp_path):
-    import gc
-
     run = Run.create(tmp_path / "r")
     del run  # a notebook variable that was overwritten
     gc.collect()
@@ -316,9 +305,6 @@ def test_a_forked_child_does_not_release_the_lock(tmp_path):
         run.log(1, {})
 
 
-# ------------------------------------------------------------------------------------------- wandb
-
-
 @pytest.mark.parametrize("fails", ["init", "log", "finish", None])
 def test_failing_wandb_never_stops_training(tmp_path, monkeypatch, fails):
     stub = MagicMock(id="abc")
@@ -327,8 +313,7 @@ def test_failing_wandb_never_stops_training(tmp_path, monkeypatch, fails):
         getattr(stub, fails).side_effect = ConnectionError("gone")
     monkeypatch.setitem(sys.modules, "wandb", stub)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         with Run.create(tmp_path / "r", {"a": 1}, wandb="offline") as run:
             for step in (1, 2, 3):
                 run.log(step, {"reward": 0.5, "kl_old": [0.1, 0.2]})

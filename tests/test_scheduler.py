@@ -3,13 +3,13 @@
 import json
 import pickle
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import cases, wanted
 
 from grpo_nb.config import build_config
 from grpo_nb.core import Rollout
@@ -19,9 +19,8 @@ from grpo_nb.selectors import TaskSelectorConfig
 from grpo_nb.shares import Shares, _make_shares
 from grpo_nb.tasks import Task
 
-CONFORMANCE = Path(__file__).parent / "conformance"
 pytestmark = pytest.mark.filterwarnings("ignore:difficulty_based with tau")
-CASES = json.loads((CONFORMANCE / "scheduler_trinity.json").read_text())["cases"]
+CASES = cases("scheduler_trinity")
 
 
 class Table:
@@ -34,9 +33,7 @@ class Table:
         return self.size
 
     def __getitem__(self, i):
-        if not 0 <= i < self.size:
-            raise IndexError(i)
-        return {"row": i}
+        return {"row": range(self.size)[i]}
 
     def column(self, name):
         return np.array(self.features[name], float)
@@ -44,9 +41,6 @@ class Table:
 
 def pairs(batch):
     return [(t["taskset_id"], t["index"]) for t in batch]
-
-
-# Records of Trinity-RFT -------------------------------------------------------------------------
 
 
 def build(case):
@@ -64,13 +58,13 @@ def build(case):
     return TasksetScheduler(data, p["batch_size"], selectors, **end)
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id=c["name"]) for c in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_scheduler_records(case):
-    p, want = case["params"], case.get("expected_right", case["expected"])
+    p, want = case["params"], wanted(case)
     s, every = build(case), p["rebuild_every"]
     # rebuilt from Trinity-RFT's state the estimator is lost; ours must give the uninterrupted stream
     if case["name"] == "difficulty_feedback_rebuild":
-        want = next(c for c in CASES if c["name"] == "difficulty_feedback")["expected"]
+        want = next(c for c in CASES if c.id == "difficulty_feedback").values[0]["expected"]
     got, cursors = [], []
     while True:
         try:
@@ -97,9 +91,6 @@ def test_scheduler_records(case):
         assert cursors == want["states"]
 
 
-# Shares ------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=4),
@@ -117,27 +108,16 @@ def test_every_epoch_serves_each_taskset_exactly(sizes, batches, seed):
     assert len(per) == sum(sizes) and {*per.values()} == {epochs}  # each task once per epoch
 
 
-# Feedback ----------------------------------------------------------------------------------------
-
-
-def rollout(rewards, tasks, group, names=("correct",), info=None):
-    n = len(group)
-    x = torch.tensor(rewards, dtype=torch.float32).view(n, -1)
-    mask, logp = torch.ones(n, 1).bool(), torch.zeros(n, 1)
-    return Rollout(torch.tensor(group), tasks, {}, mask, logp, [], x, None, names, info or {})
-
-
 def test_the_reward_that_decides_in_training_reaches_the_operator_and_its_own_goes_first():
-    r = rollout([[1, 0.5]] * 2, [Task("", {}, 0, 0)] * 2, [0, 0], names=("correct", "format"))
+    mask, tasks = torch.ones(2, 1).bool(), [Task("", {}, 0, 0)] * 2
+    r = Rollout(torch.zeros(2).long(), tasks, {}, mask, torch.zeros(2, 1))
+    r = r.replace(rewards_NR=torch.tensor([[1, 0.5]] * 2), reward_names=("correct", "format"))
     for own in ({}, {"reward": "format"}):
         operator = {"name": "pass_rate_calculator", "args": own}
         s = TasksetScheduler([Table(1)], 1, operators=[operator])
         for passed, want in ((None, 1.0), (["correct"], 1.0), (["correct", "format"], 0.5)):
             m = s.observe(r, passed)
             assert m[SELECTOR_METRIC][0]["values"] == [0.5 if own else want]
-
-
-# Recipes -----------------------------------------------------------------------------------------
 
 
 def recipe(path, **tasks):

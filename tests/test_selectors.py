@@ -2,35 +2,18 @@
 
 import json
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import agree, cases, wanted
 
 from grpo_nb.difficulty import PassRateEstimator
 from grpo_nb.selectors import TaskSelectorConfig, easy_to_hard, make_selector, nearest
 
-CONFORMANCE = Path(__file__).parent / "conformance"
 pytestmark = pytest.mark.filterwarnings("ignore:difficulty_based with tau")
 NAN = float("nan")
-
-
-def cases(name):
-    return json.loads((CONFORMANCE / f"{name}.json").read_text())["cases"]
-
-
-def by_name(name, but=()):
-    return [pytest.param(c, id=c["name"]) for c in cases(name) if c["name"] not in but]
-
-
-def close(got, want, tolerance):
-    want = np.asarray(want, float)
-    return (np.abs(got - want) <= tolerance["atol"] + tolerance["rtol"] * np.abs(want)).all()
-
-
-# Records of Trinity-RFT -------------------------------------------------------------------------
 
 
 def build(case):
@@ -44,11 +27,12 @@ def build(case):
     return make_selector(data, TaskSelectorConfig(p["selector"], p["seed"], list(features), kwargs))
 
 
-@pytest.mark.parametrize(
-    "case", by_name("selectors_trinity", but={"difficulty_based/reload_loses_posterior"})
-)
+LOST = "difficulty_based/reload_loses_posterior"  # by the peer
+
+
+@pytest.mark.parametrize("case", cases("selectors_trinity", but={LOST}))
 def test_selector_records(case):
-    p, want = case["params"], case.get("expected_right", case["expected"])
+    p, want = case["params"], wanted(case)
     if "error" in want and "at_call" not in want:
         with pytest.raises(ValueError):
             build(case)
@@ -74,16 +58,15 @@ def test_selector_records(case):
             s = build(case)
             s.load_state_dict(state)
     if "alpha_after_last" in want:
-        alpha, beta = s.estimator.posterior()
-        assert close(alpha, want["alpha_after_last"], case["tolerance"])
-        assert close(beta, want["beta_after_last"], case["tolerance"])
+        posterior = [want["alpha_after_last"], want["beta_after_last"]]
+        agree(s.estimator.posterior(), posterior, case["tolerance"])
 
 
 # the only records not matched: what holds instead stands in the notebook, under "What goes wrong elsewhere"
 OTHER_RULE = {"duplicate_indices", "equal_anchors", "reward_above_one"}
 
 
-@pytest.mark.parametrize("case", by_name("estimator_trinity", but=OTHER_RULE))
+@pytest.mark.parametrize("case", cases("estimator_trinity", but=OTHER_RULE))
 def test_estimator_records(case):
     p, inputs = case["params"], case["inputs"]
     weaker, stronger = np.array(inputs["features"]).T
@@ -93,15 +76,13 @@ def test_estimator_records(case):
     for update, want in zip(inputs["updates"], case["expected"]):
         est.update(update["indices"], update["values"])
         alpha, beta = est.posterior()
-        tol = case["tolerance"]
-        assert close(alpha, want["alpha"], tol) and close(beta, want["beta"], tol)
-        assert close(est.interpolation, want["c"], tol) and close(est.rho, want["rho"], tol)
-        assert close(est.mean(), want["mean"], tol) and close(alpha + beta, want["count"], tol)
+        found = {"alpha": alpha, "beta": beta, "c": est.interpolation, "rho": est.rho}
+        found |= {"mean": est.mean(), "count": alpha + beta}
+        for name, got in found.items():
+            agree(got, want[name], case["tolerance"])
         draw = np.random.default_rng(p["sample_seed"]).beta(alpha, beta)
-        assert close(draw, want["sample"], {"rtol": 1e-8, "atol": 1e-8})
+        agree(draw, want["sample"], {"rtol": 1e-8, "atol": 1e-8})
 
-
-# Orders ------------------------------------------------------------------------------------------
 
 N_AND_BATCHES = st.tuples(st.integers(1, 12), st.lists(st.integers(1, 30), min_size=1, max_size=8))
 
@@ -154,9 +135,6 @@ BOTS = {"selector_type": "difficulty_based", "feature_keys": ["a", "b"]}
 def test_refused_configurations(data, config, message):
     with pytest.raises(ValueError, match=message):
         make_selector(data, config)
-
-
-# The estimator -----------------------------------------------------------------------------------
 
 
 @settings(max_examples=25, deadline=None)
@@ -213,9 +191,6 @@ def test_features_may_be_memory_mapped_and_are_not_copied(tmp_path):
     assert s.get_indices(64).tolist() == slow.tolist()
 
 
-# Choosing by score -------------------------------------------------------------------------------
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_nearest_equals_a_full_sort(seed, ties):
@@ -260,8 +235,6 @@ def test_thompson_draws_choose_tasks_as_often_as_drawing_says():
     got = np.bincount([s.get_indices(1)[0] for _ in range(3000)], minlength=6) / 3000
     assert np.abs(got - want).max() < 0.04
 
-
-# Exact resume ------------------------------------------------------------------------------------
 
 RESUMED = {
     "sequential": {}, "shuffle": {}, "random": {}, "greso": {}, "thompson": {"lamb": 0.1}, "learnability": {},

@@ -4,49 +4,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_processes import Table
 
-from grpo_nb.core import Rollout, sample_in_shares, seeded
+from grpo_nb.core import sample_in_shares, seeded
 from grpo_nb.losses import POLICY_LOSSES, LossConfig
+from grpo_nb.tasks import Task
 from grpo_nb.update import KLStop, UpdateConfig, update
 
 GOOD = ("fixed", "progressive", "previous_epoch")
 
 
-class Table:
-    "Independent softmax choices in float64: logits (tasks, S, V)."
-
-    def __init__(self, tasks=3, steps=3, choices=4, seed=0):
-        shape = (tasks, steps, choices)
-        self.logits = torch.randn(shape, generator=seeded(seed, "table"), dtype=torch.float64)
-        self.logits.requires_grad_()
-
-    def parameters(self):
-        return [self.logits]
-
-    def logp(self, rollout):
-        z = self.logits[rollout.states["task"]].log_softmax(-1)
-        return z.gather(-1, rollout.states["action"][..., None])[..., 0]
-
-    @torch.no_grad()
-    def sample(self, tasks, num_generations, generator):
-        task = torch.tensor(tasks).repeat_interleave(num_generations)
-        p = self.logits[task].softmax(-1)
-        n, s, v = p.shape
-        action = torch.multinomial(p.view(-1, v), 1, generator=generator).view(n, s)
-        length = torch.randint(1, s + 1, (n, 1), generator=generator)
-        r = Rollout(
-            group_N=torch.arange(len(tasks)).repeat_interleave(num_generations),
-            tasks=task.tolist(),
-            states={"task": task, "action": action},
-            mask_NS=torch.arange(s) < length,
-            old_logp_NS=torch.zeros(n, s, dtype=torch.float64),
-        )
-        return r.replace(old_logp_NS=self.logp(r).detach())
-
-
-def case(seed=0, tasks=(0, 1, 2), generations=6):
+def case(seed=0):
     policy = Table(seed=seed)
-    r = policy.sample(list(tasks), generations, seeded(seed, "sampling"))
+    tasks = [Task("", {"index": i}) for i in range(3)]
+    r = policy.sample(tasks, 6, seeded(seed, "sampling"))
     adv = torch.randn(len(r), generator=seeded(seed, "adv"), dtype=torch.float64)
     return policy, r, adv
 
@@ -71,9 +42,6 @@ def test_the_first_gradient_is_the_policy_gradient_by_finite_differences():
         d[index] = eps
         slope = (f(start + d) - f(start - d)) / (2 * eps)
         assert step[index].item() == pytest.approx(slope.item(), abs=1e-9)
-
-
-# -------------------------------------------------------------------------------------------------- early stop
 
 
 @settings(max_examples=25, deadline=None)
@@ -111,9 +79,6 @@ def test_samples_of_older_policies_are_not_held_against_the_first_ratio():
     assert row["upd/first_logp_diff"] == 0 and row["ratio/max"] > 1.3
 
 
-# ------------------------------------------------------------------------------------------- split invariance
-
-
 @settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -131,9 +96,8 @@ def test_micro_batches_order_and_skipping_change_nothing(
     for i in range(2):
         policy, r, adv = case(seed)
         adv = torch.where(torch.arange(len(r)) < 6, 0.0, adv)
-        order = torch.arange(len(r))
-        if i:
-            order = torch.randperm(len(r), generator=seeded(seed, "order"))
+        mixed = torch.randperm(len(r), generator=seeded(seed, "order"))
+        order = mixed if i else torch.arange(len(r))
         config = UpdateConfig(
             3,
             micro_tokens=budget if i else None,
@@ -164,33 +128,28 @@ def test_without_a_limit_the_policy_says_how_large_a_pass_is():
     assert narrow <= max(5, longest) < widest
 
 
-# --------------------------------------------------------------------------------------------- truncated samples
-
-
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 def test_truncated_samples_leave_numerator_and_denominator(aggregation):
     loss = LossConfig(aggregation=aggregation)
-    policy, r, adv = case()
+    (policy, r, adv), (alone, _, _) = case(), case()
     cut = torch.arange(len(r)) % 3 == 0
     r.info["truncated"] = cut
-    optimizer = lambda p: torch.optim.SGD(p.parameters(), 0.5)
-    masked = UpdateConfig(loss=loss, mask_truncated=True)
-    got = update(policy, r, adv, optimizer(policy), masked)
-    alone, _, _ = case()
-    want = update(alone, r[~cut], adv[~cut], optimizer(alone), UpdateConfig(loss=loss))
+    sgd = lambda p: torch.optim.SGD(p.parameters(), 0.5)
+    got = update(policy, r, adv, sgd(policy), UpdateConfig(loss=loss, mask_truncated=True))
+    want = update(alone, r[~cut], adv[~cut], sgd(alone), UpdateConfig(loss=loss))
     torch.testing.assert_close(policy.logits, alone.logits, atol=1e-12, rtol=0)
     assert got.rows[0]["loss"] == pytest.approx(want.rows[0]["loss"], abs=1e-12)
 
 
 def test_all_truncated_moves_nothing_and_a_policy_that_does_not_say_is_refused():
     policy, r, adv = case()
+    sgd = torch.optim.SGD([policy.logits], 1.0)
     with pytest.raises(ValueError, match="needs info\\['truncated'\\]"):
-        sgd = torch.optim.SGD([policy.logits], 1.0)
         update(policy, r, adv, sgd, UpdateConfig(mask_truncated=True))
     before = policy.logits.detach().clone()
     r.info["truncated"] = torch.ones(len(r), dtype=torch.bool)
     config = UpdateConfig(mask_truncated=True, loss=LossConfig(kl_coef=0.1))
-    got = update(policy, r, adv, torch.optim.SGD([policy.logits], 1.0), config, Table(seed=5))
+    got = update(policy, r, adv, sgd, config, Table(seed=5))
     assert torch.equal(policy.logits, before) and got.rows[0]["loss"] == 0
 
 

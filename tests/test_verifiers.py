@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -232,9 +233,7 @@ def test_an_answer_that_a_scorer_cannot_read_gives_zero():
     gym = pytest.importorskip("reasoning_gym")
     names, said = ("chain_sum", "prime_factorization", "coin_flip"), ("?", "x", "1e999999999")
     items = [gym.create_dataset(name, size=1, seed=1)[0] for name in names]
-    columns = [
-        dict(prompt=x["question"], answer=x["answer"], metadata=x["metadata"]) for x in items
-    ]
+    columns = [{"prompt": x["question"]} | {k: x[k] for k in ("answer", "metadata")} for x in items]
     with RewardRunner([reasoning_gym_score()]) as runner:
         answers = [f"<answer>{x}</answer>" for x in said]
         scored = runner(batch(answers, [dict(c) for c in columns])).rewards_NR[:, 0]
@@ -267,8 +266,6 @@ def test_grammars_of_ours_agree_with_the_scorers_they_replace():
 
 def test_parsing_mathematics_has_a_memory_limit():
     def wants(completion):
-        import resource
-
         before = resource.getrlimit(resource.RLIMIT_AS)
         with _memory_limit(_MATH_MEMORY):
             bytearray((64 << 20) if completion == "less" else (2 << 30))

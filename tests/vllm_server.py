@@ -90,8 +90,8 @@ class FakeVLLM:
         with self.lock:
             return method(body)
 
-    def say_health(self, body):
-        return 200, b""
+    say_health = lambda self, body: (200, b"")
+    say_reset_prefix_cache = lambda self, body: (200, {"success": True})
 
     def say_v1_models(self, body):
         return 200, {"data": [{"id": "tiny", "max_model_len": self.limit}]}
@@ -109,9 +109,6 @@ class FakeVLLM:
     def say_update_weight_version(self, body):
         self.version = body["new_version"]
         return 200, {"message": "ok"}
-
-    def say_reset_prefix_cache(self, body):
-        return 200, {"success": True}
 
     def say_collective_rpc(self, body):
         assert body["method"] == "reload_weights"
@@ -133,20 +130,14 @@ class FakeVLLM:
         where = ids, torch.tensor([ids.shape[1]]), torch.zeros(body["n"], dtype=torch.long)
         with torch.no_grad():
             token, mask, logp, _ = p._draw(*where, seeded(body["seed"]), greedy)
-        return 200, {
-            "choices": [self.choice(i, *row) for i, row in enumerate(zip(token, mask, logp))]
-        }
+        drawn = enumerate(zip(token, mask, logp))
+        return 200, {"choices": [self.choice(i, *row) for i, row in drawn]}
 
     def choice(self, i, token, mask, logp):
         ids = token[mask].tolist()
         logprobs = {"token_logprobs": logp[mask].tolist()}
-        ended = ids[-1] in self.policy.stop
-        return {
-            "index": i,
-            "token_ids": ids,
-            "logprobs": logprobs,
-            "finish_reason": "stop" if ended else "length",
-        }
+        why = "stop" if ids[-1] in self.policy.stop else "length"
+        return {"index": i, "token_ids": ids, "logprobs": logprobs, "finish_reason": why}
 
 
 def once(path, act):

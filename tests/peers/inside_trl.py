@@ -31,10 +31,8 @@ DATA = data_path("tiny-llama")
 
 
 def right(prompts, completions, answer, **_):
-    return [
-        float(c.split("</think>")[-1].replace("<eos>", "").strip() == a)
-        for c, a in zip(completions, answer)
-    ]
+    said = [c.split("</think>")[-1].replace("<eos>", "").strip() for c in completions]
+    return [float(c == a) for c, a in zip(said, answer)]
 
 
 def short(prompts, completions, **_):
@@ -119,9 +117,8 @@ def curriculum():
     states = [torch.from_numpy(x._stream.selectors[0].estimator.mean()) for x in (a, b)]
     everywhere = a.accelerator.gather(states[0][None].float())
     assert torch.equal(*states) and (everywhere == everywhere[0]).all()
-    print(
-        f"{WORLD} process(es): 6 batches drawn after the feedback, resumed at 3 with the same tasks and losses"
-    )
+    found = "6 batches drawn after the feedback, resumed at 3 with the same tasks and losses"
+    print(f"{WORLD} process(es): {found}")
     return whole
 
 
@@ -143,9 +140,8 @@ def kl_stop():
     assert torch.equal(want, Weights.steps[-1])
     kl = [r["kl_old/k3"] for r in d.state.log_history if "loss" in r]
     assert kl[0] < 1e-9 and 0 < kl[1] < kl[3], kl
-    print(
-        f"{WORLD} process(es): a KL stop leaves the weights alone, one out of reach changes nothing"
-    )
+    found = "a KL stop leaves the weights alone, one out of reach changes nothing"
+    print(f"{WORLD} process(es): {found}")
     return {"stopped": marks, "kl": kl, "difference": worst}
 
 
@@ -155,9 +151,8 @@ def record():
     logged, _, trainer = run(GRPOTrainer, steps=3, record=folder)
     if trainer.accelerator.is_main_process:
         found = Run.open(folder)
-        assert (
-            found.frame()["loss"].tolist() == logged["loss"] and found.status["state"] == "finished"
-        )
+        assert found.status["state"] == "finished"
+        assert found.frame()["loss"].tolist() == logged["loss"]
         samples = found.samples().query("step == 3")
         assert {"prompt", "completion", "rewards/right", "advantage"} <= set(samples), list(samples)
 
@@ -193,31 +188,25 @@ def main():
     i = next(i for i, (_, rewards, _) in enumerate(mine) if rewards.isnan().any())  # one with None
     call = {"rewards": mine[i][1].tolist(), "advantages": theirs[i][0].tolist()}
     gdpo, seen, trainer = run(GRPOTrainer, advantage="gdpo")
+    names, mode = ["right", "short"], AdvantageConfig(mode="gdpo", weights=[1.0, 1.0])
     for advantages, rewards, _ in seen:
-        want = compute_advantages(
-            rewards,
-            torch.arange(len(rewards)) // 8,
-            ["right", "short"],
-            AdvantageConfig(mode="gdpo", weights=[1.0, 1.0]),
-        ).values
+        ids = torch.arange(len(rewards)) // 8
+        want = compute_advantages(rewards, ids, names, mode).values
         at = trainer.accelerator.process_index * len(advantages)
         torch.testing.assert_close(advantages, want[at : at + len(advantages)], atol=1e-6, rtol=0)
     how = {"enable": True, "metric": "right", "max_num_gen_batches": 10, "on_cap": "train_partial"}
     filtered, seen, trainer = run(GRPOTrainer, advantage="grpo", filter_groups=how)
-    varied = [
-        (r[:, 0].view(-1, 8).amax(1) > r[:, 0].view(-1, 8).amin(1)).float().mean().item()
-        for _, r, _ in seen
-    ]
+    by_group = [rewards[:, 0].view(-1, 8) for _, rewards, _ in seen]
+    varied = [(r.amax(1) > r.amin(1)).float().mean().item() for r in by_group]
     assert all(len(a) == n for a, _, n in seen) and min(varied) == 1, varied
     logs = trainer._logs  # the table of completions holds the samples that were trained on
-    noted = torch.tensor([list(logs["rewards"][k]) for k in ("right", "short")]).T
+    noted = torch.tensor([list(logs["rewards"][k]) for k in names]).T
     ids = torch.arange(len(noted)) // 8
-    want = compute_advantages(noted, ids, ["right", "short"], trainer._advantage).values
+    want = compute_advantages(noted, ids, names, trainer._advantage).values
     torch.testing.assert_close(torch.tensor(list(logs["advantages"])), want, atol=1e-6, rtol=0)
     batches = trainer.state.log_history[0]["filter/num_gen_batches"]
-    print(
-        f"{WORLD} process(es): filtered batches are full and vary; first step took {batches:g} generations"
-    )
+    found = f"filtered batches are full and vary; first step took {batches:g} generations"
+    print(f"{WORLD} process(es): {found}")
     drawn, stop = curriculum(), kl_stop()
     record()
     trainer.accelerator.wait_for_everyone()

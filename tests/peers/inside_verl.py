@@ -35,9 +35,8 @@ def batch(seed, n=48, length=7):
     lengths = rng.integers(1, length + 1, n)
     mask = torch.from_numpy(np.arange(length)[None] < lengths[:, None]).float()
     total = torch.zeros(n, length)
-    total[torch.arange(n), torch.from_numpy(lengths) - 1] = torch.from_numpy(
-        acc + np.nan_to_num(fmt)
-    ).float()
+    last = torch.arange(n), torch.from_numpy(lengths) - 1
+    total[last] = torch.from_numpy(acc + np.nan_to_num(fmt)).float()
     tensors = {"token_level_rewards": total, "response_mask": mask}
     return DataProto.from_dict(tensors, non_tensors={"uid": uid, "acc": acc, "fmt": fmt}), lengths
 
@@ -88,23 +87,17 @@ def default_trainer():
     mask, scores = data.batch["response_mask"], data.batch["token_level_rewards"]
     lengths, uid = mask.sum(1).int().tolist(), data.non_tensor_batch["uid"]
     acc, fmt = data.non_tensor_batch["acc"], data.non_tensor_batch["fmt"]
-    rows = [
-        {
-            "uid": uid[i],
-            "response_mask": mask[i, : lengths[i]].long(),
-            "rm_scores": scores[i, : lengths[i]],
-            "old_log_probs": torch.zeros(lengths[i]),
-            "rollout_log_probs": torch.zeros(lengths[i]),
-            "extra_fields": {
-                "reward_extra_info": {"acc": acc[i], "fmt": None if np.isnan(fmt[i]) else fmt[i]}
-            },
-        }
-        for i in range(n)
-    ]
+
+    def row(i):
+        rewards = {"acc": acc[i], "fmt": None if np.isnan(fmt[i]) else fmt[i]}
+        own = {"uid": uid[i], "extra_fields": {"reward_extra_info": rewards}}
+        own |= {k: torch.zeros(lengths[i]) for k in ("old_log_probs", "rollout_log_probs")}
+        own |= {"response_mask": mask[i, : lengths[i]].long(), "rm_scores": scores[i, : lengths[i]]}
+        return own
+
     keys = [f"{uid[i]}_{i}_0" for i in range(n)]
-    put = transfer_queue.kv_batch_put(
-        keys=keys, partition_id="train", fields=list_of_dict_to_tensordict(rows)
-    )
+    fields = list_of_dict_to_tensordict([row(i) for i in range(n)])
+    put = transfer_queue.kv_batch_put(keys=keys, partition_id="train", fields=fields)
     trainer = object.__new__(get_trainer_cls("grpo_nb"))
     rollout = OmegaConf.create({"rollout": {"n": 6}})
     trainer.config = OmegaConf.create({"actor_rollout_ref": rollout}, flags={"allow_objects": True})
@@ -167,32 +160,25 @@ def sampler():
 def main():
     names = [f"grpo_nb.{mode}" for mode in ADVANTAGES]
     assert all(n in ADV_ESTIMATOR_REGISTRY for n in names), "the plugin did not register"
-    compared = 0
+    compared, keys = 0, ["acc", "fmt"]
     for seed in range(5):
         for mode in ("grpo", "gdpo", "gdpo_verl", "rloo", "mo_grpo", "dr_grpo"):
             data, lengths = batch(seed)
-            keys = ["acc", "fmt"]
-            config = AlgoConfig(
-                adv_estimator=f"grpo_nb.{mode}",
-                gdpo_reward_keys=keys,
-                gdpo_reward_weights=[1.0, 0.5],
-            )
-            out = compute_advantage(data, f"grpo_nb.{mode}", config=config)
+            two = {"gdpo_reward_keys": keys, "gdpo_reward_weights": [1.0, 0.5]}
+            config = AlgoConfig(adv_estimator=f"grpo_nb.{mode}", **two)
+            got = compute_advantage(data, f"grpo_nb.{mode}", config=config).batch
             ids = torch.from_numpy(np.unique(data.non_tensor_batch["uid"], return_inverse=True)[1])
             x = torch.from_numpy(np.stack([data.non_tensor_batch[k] for k in keys], 1))
             how = AdvantageConfig(mode=mode, weights=[1.0, 0.5], eps=1e-6)
             want = compute_advantages(x, ids, keys, how, lengths_N=torch.from_numpy(lengths)).values
-            mask = out.batch["response_mask"]
             if seed == 0:
-                RECORD["advantages"][mode] = out.batch["advantages"].tolist()
-            torch.testing.assert_close(
-                out.batch["advantages"], want[:, None] * mask, atol=1e-6, rtol=0
-            )
+                RECORD["advantages"][mode] = got["advantages"].tolist()
+            want = want[:, None] * got["response_mask"]
+            torch.testing.assert_close(got["advantages"], want, atol=1e-6, rtol=0)
             compared += 1
         data, _ = batch(seed)
-        ours = compute_advantage(
-            data, "grpo_nb.grpo", config=AlgoConfig(adv_estimator="grpo_nb.grpo")
-        ).batch["advantages"]
+        config = AlgoConfig(adv_estimator="grpo_nb.grpo")
+        ours = compute_advantage(data, "grpo_nb.grpo", config=config).batch["advantages"]
         theirs = compute_advantage(batch(seed)[0], "grpo", config=AlgoConfig()).batch["advantages"]
         sizes = np.unique(data.non_tensor_batch["uid"], return_counts=True)[1]
         if sizes.min() > 1:  # verl keeps the raw reward of a sample without siblings
@@ -201,29 +187,22 @@ def main():
         assert len(data[rows].batch["response_mask"]) == rows.sum()
     no_components, _ = batch(0)
     del no_components.non_tensor_batch["fmt"]
+    config = AlgoConfig(adv_estimator="grpo_nb.gdpo", gdpo_reward_keys=keys)
     try:
-        compute_advantage(
-            no_components,
-            "grpo_nb.gdpo",
-            config=AlgoConfig(adv_estimator="grpo_nb.gdpo", gdpo_reward_keys=["acc", "fmt"]),
-        )
+        compute_advantage(no_components, "grpo_nb.gdpo", config=config)
     except ValueError as e:
         assert "did not fetch the reward components ['fmt']" in str(e)
     else:
         raise AssertionError("missing components were ignored")
-    print(
-        f"{losses()} losses equal verl's own in value and gradient; a sampler drew {sampler()} tasks"
-    )
+    same = f"{losses()} losses equal verl's own in value and gradient"
+    print(f"{same}; a sampler drew {sampler()} tasks")
     default_trainer()
     print("the default trainer fetches the components through its own queue, and refuses without")
-    print(
-        f"verl {verl.__version__}: {len(names)} estimators registered, {compared} batches of its compute_advantage equal ours"
-    )
+    same = f"{compared} batches of its compute_advantage equal ours"
+    print(f"verl {verl.__version__}: {len(names)} estimators registered, {same}")
     if len(sys.argv) > 1:
-        data, _ = batch(0)
-        RECORD["advantage_inputs"] = [
-            data.batch[k].tolist() for k in ("token_level_rewards", "response_mask")
-        ]
+        data, inputs = batch(0)[0], ("token_level_rewards", "response_mask")
+        RECORD["advantage_inputs"] = [data.batch[k].tolist() for k in inputs]
         RECORD["columns"] = {k: v.tolist() for k, v in data.non_tensor_batch.items()}
         with open(sys.argv[1], "w") as f:
             json.dump(RECORD, f)

