@@ -20,7 +20,7 @@ from transformers import BertConfig, BertLMHeadModel
 from grpo_nb.advantages import compute_advantages, gdpo, grpo, opo
 from grpo_nb.cli import _open_block
 from grpo_nb.collector import GroupCollector
-from grpo_nb.config import describe, given_keys
+from grpo_nb.config import given_keys
 from grpo_nb.difficulty import PassRateEstimator
 from grpo_nb.evaluate import evaluate
 from grpo_nb.filter_groups import expected_gen_batches
@@ -158,8 +158,7 @@ def test_a_dataclass_that_is_called_is_a_function_not_a_mapping(tmp_path, policy
 def test_every_key_that_somebody_sets_is_used_refused_or_told(key, value, parts, outcome, policy):
     parts = {"policy": policy, "tasks": ROWS, "rewards": RIGHT} | parts
     recipe._tell.cache_clear()  # said once in a process
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen:
         try:
             trainer = GRPO(**parts, config=SMALL | {key: value})
         except ValueError as e:
@@ -181,8 +180,7 @@ def test_estimators_say_which_of_the_general_options_they_do_not_have(policy):
     config = SMALL | {"advantage.mode": "dr_grpo", "advantage.eps": 0.1}
     with pytest.warns(UserWarning, match=r"advantage.eps \('dr_grpo' has none\)"):
         GRPO(policy, ROWS, RIGHT, config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         GRPO(policy, ROWS, RIGHT, config)  # the trainers of a study: told once
 
 
@@ -290,10 +288,18 @@ def test_a_file_that_holds_other_tasks_by_now_is_refused_unless_they_are_given(t
         GRPO.load(tmp_path / "run", tasks=str(file))
     with pytest.warns(UserWarning, match="the run goes on with"):
         GRPO.load(tmp_path / "run", tasks=str(file), eval_tasks=ROWS).close()
+    given = {"tasks": ROWS[::-1], "eval_tasks": ROWS}
+    again = GRPO.from_config(config | {"run.if_exists": "resume"}, **given)
+    with pytest.warns(UserWarning, match="the run goes on with"):
+        again.fit(1).close()
 
 
 def halves(rewards, group_N):
     return rewards.sum(1) - 0.5
+
+
+def by_length(rollout):
+    return rollout.lengths_N
 
 
 def all_groups(rollout, config):
@@ -302,15 +308,19 @@ def all_groups(rollout, config):
 
 def test_functions_of_a_run_are_passed_again_or_replaced(tmp_path, policy):
     keys = {"advantage.mode": halves, "filter_groups.rule": all_groups}
-    made = SMALL | keys | {"run.dir": tmp_path / "run"}
+    made = SMALL | keys | {"run.dir": tmp_path / "run", "filter_groups.enable": True}
+    made |= {"filter_groups.metric": ["seq_reward", by_length]}
     GRPO(policy, ROWS, RIGHT, made, callbacks=[lambda t, row: None]).fit(1).close()
     load = functools.partial(GRPO.load, tmp_path / "run", policy=policy, tasks=ROWS, rewards=RIGHT)
-    with pytest.raises(ValueError, match="{'advantage.mode': function}"):
-        load()
-    named = ["advantage.mode=grpo", "filter_groups.rule=all_components"]
+    for given in ({}, ["steps=3"]):
+        with pytest.raises(ValueError, match="{'filter_groups.metric.1': f.*{'advantage.mode': f"):
+            load(given)
+    named = ["advantage.mode=grpo", "filter_groups.rule=metric", "filter_groups.metric=right"]
     with pytest.warns(UserWarning, match="callbacks of the run are not called: .*lambda"):
         assert load(named).config.advantage.mode == "grpo"
-    assert load(keys).fit().step_done == 2
+    again = load(keys | {"filter_groups.metric.1": by_length})
+    assert again.config.filter_groups.metric == ("seq_reward", by_length)
+    assert again.fit().step_done == 2
 
 
 def test_a_reference_of_one_s_own_is_passed_again(tmp_path):
@@ -540,10 +550,6 @@ def test_adapters_made_in_several_threads_are_those_of_one_alone():
     with ThreadPoolExecutor(4) as pool:
         assert all(torch.equal(torch.cat(x), alone) for x in pool.map(adapters, range(12)))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_every_key_says_what_it_means():
-    assert [r["key"] for r in describe(GRPOConfig) if not r["meaning"]] == []
 
 
 LIST = ListParser(2)

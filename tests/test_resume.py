@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import signal
 import sys
 import threading
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock
 
@@ -32,7 +34,6 @@ from grpo_nb.lab.checkpoint import (
 )
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.processes import ProcessLost
-from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 
 SMALL = ["run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "train_batch_size=4", "steps=5", "run.samples_every=1",
@@ -47,9 +48,45 @@ def thirds(completion, **columns):
     return (len(completion) % 3) / 2
 
 
+MADE = weakref.WeakSet()
+
+
+@pytest.fixture(autouse=True)
+def close_all():
+    yield
+    for trainer in list(MADE):
+        trainer.close()
+
+
 def make(folder, *more, **parts):
     config = load_config(None, [*SMALL, *more, *([f"run.dir={folder}"] if folder else [])])
-    return GRPO.from_config(config, **{"rewards": {"thirds": thirds}} | parts)
+    MADE.add(trainer := GRPO.from_config(config, **{"rewards": {"thirds": thirds}} | parts))
+    return trainer
+
+
+def load(folder, overrides=(), **parts):
+    MADE.add(trainer := GRPO.load(folder, overrides, rewards={"thirds": thirds}, **parts))
+    return trainer
+
+
+def at_sample(n, act):
+    "A reward that does something at its n-th sample; a step has 16."
+    calls = itertools.count(1)
+
+    def reward(completion, **columns):
+        if next(calls) == n:
+            act()
+        return thirds(completion)
+
+    return {"thirds": reward}
+
+
+def press(name="SIGINT"):
+    os.kill(os.getpid(), getattr(signal, name))
+
+
+def fail(error):
+    raise error
 
 
 def test_the_state_of_another_optimizer_is_refused_before_anything_changes():
@@ -73,15 +110,10 @@ def test_every_cut_ends_with_the_same_bytes(setup, tmp_path):
 
 def test_resuming_twice_and_with_another_batch_size(tmp_path):
     whole = make(tmp_path / "whole").fit()
-    part = make(tmp_path / "cut").fit(1)
-    part.close()
+    make(tmp_path / "cut").fit(1).close()
     for _ in range(2):  # steps 2 and 3
-        part = GRPO.load(tmp_path / "cut", rewards={"thirds": thirds}).fit(1)
-        part.close()
-    end = GRPO.load(tmp_path / "cut", rewards={"thirds": thirds}).fit()
-    assert differences(whole, end) == []
-    end.close()
-    whole.close()
+        load(tmp_path / "cut").fit(1).close()
+    assert differences(whole, load(tmp_path / "cut").fit()) == []
     a = make(None).fit(2)
     other = make(None, "train_batch_size=7")
     other.load_state_dict(a.state_dict())
@@ -89,25 +121,15 @@ def test_resuming_twice_and_with_another_batch_size(tmp_path):
     assert drawn == [t.index for t in make(None).stream.read(15)][8:]  # none twice, none left out
 
 
-def test_the_signals_stop_between_steps_and_fit_goes_on(tmp_path):
-    for name in ("SIGINT", "SIGTERM"):
-        calls = []
-
-        def reward(completions, name=name, calls=calls, **columns):
-            calls.append(1)
-            if len(calls) == 2:
-                os.kill(os.getpid(), getattr(signal, name))
-            return [thirds(c) for c in completions]
-
-        t = make(tmp_path / name, rewards={"thirds": reward}).fit()
-        assert (t.step_done, t.interrupted) == (2, name)
-        assert _check_seal(latest(t.run.dir / "checkpoints"))["step"] == 2
-        t.fit()
-        assert t.step_done == 5 and t.interrupted is None
-        whole = make(tmp_path / f"{name}-whole").fit()
-        assert torch.equal(*(x.policy.state_dict()["lm_head.weight"] for x in (t, whole)))
-        t.close()
-        whole.close()
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_the_signals_stop_between_steps_and_fit_goes_on(tmp_path, name):
+    t = make(tmp_path / "r", rewards=at_sample(20, lambda: press(name))).fit()
+    assert (t.step_done, t.interrupted) == (2, name)
+    assert _check_seal(latest(t.run.dir / "checkpoints"))["step"] == 2
+    t.fit()
+    assert t.step_done == 5 and t.interrupted is None
+    whole = make(tmp_path / "whole").fit()
+    assert torch.equal(*(x.policy.state_dict()["lm_head.weight"] for x in (t, whole)))
 
 
 def test_a_signal_that_comes_while_processes_agree_is_not_lost(monkeypatch):
@@ -139,9 +161,8 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
     assert "Nothing left to do: 5 of 5" in capsys.readouterr().out
     again.close()
     assert len(rows(again)) == 5 and all(p.stat().st_mtime_ns == t for p, t in before.items())
-    longer = GRPO.load(tmp_path / "r", ["steps=6"], rewards={"thirds": thirds}).fit()
+    longer = load(tmp_path / "r", ["steps=6"]).fit()
     assert [r["step"] for r in rows(longer)] == [1, 2, 3, 4, 5, 6]
-    longer.close()
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path):
@@ -151,7 +172,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path):
     f = newest / "policy.safetensors"
     f.write_bytes(f.read_bytes()[:-5])
     with pytest.warns(UserWarning, match="policy.safetensors has .* bytes instead of"):
-        again = GRPO.load(tmp_path / "r", rewards={"thirds": thirds})
+        again = load(tmp_path / "r")
     assert again.step_done == 4
     again.fit().close()
     assert differences(t, again) == [] and newest.exists()
@@ -159,10 +180,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path):
     data[-1] ^= 1
     (before / "optimizer.safetensors").write_bytes(data)
     with pytest.raises(CheckpointError, match="optimizer.safetensors was changed"):
-        GRPO.load(before, rewards={"thirds": thirds})
+        load(before)
     (before / "manifest.json").unlink()
     with pytest.raises(ValueError, match="No whole checkpoint"):
-        GRPO.load(before, rewards={"thirds": thirds})
+        load(before)
 
 
 @pytest.mark.parametrize("fault", ["full disk", "no folder", "removal", "rows"])
@@ -220,7 +241,7 @@ def test_a_run_killed_while_a_checkpoint_was_sealed_goes_on_elsewhere(tmp_path):
     "One lock per run: what a dead host has left stops neither the run nor its checkpoints."
     t = make(tmp_path / "r", "checkpoint.every=1").fit(2)
     t.close()
-    root = tmp_path / "r" / "checkpoints"
+    root = t.run.dir / "checkpoints"
     here = json.dumps({"pid": 1, "host": "a host that is gone"})
     for lock in (tmp_path / "r" / "lock", root / "lock"):  # the second is of older versions
         lock.write_text(here)
@@ -229,14 +250,12 @@ def test_a_run_killed_while_a_checkpoint_was_sealed_goes_on_elsewhere(tmp_path):
     (root / "step_00000001").mkdir(exist_ok=True)
     # killed while it was removed
     (root / "step_00000001" / "manifest.json").unlink(missing_ok=True)
-    other = make(tmp_path / "other").fit(1)
-    other.close()
+    make(tmp_path / "other").fit(1).close()
     (theirs,) = checkpoints(tmp_path / "other" / "checkpoints")
     os.symlink(theirs, root / "step_00000000")
     again = make(tmp_path / "r", "run.if_exists=resume", "checkpoint.every=1")
     with pytest.warns(UserWarning, match="step_00000001' has no manifest.json"):
         again.fit()
-    again.close()
     left = sorted(p.name for p in root.iterdir() if p.is_dir())
     assert left == ["step_00000000", "step_00000004", "step_00000005"]
     assert _check_seal(theirs)["step"] == 1 and len(list(theirs.iterdir())) > 1
@@ -254,9 +273,8 @@ def test_a_damaged_file_is_named_and_does_not_stop_a_resume(damage, tmp_path):
         path.write_bytes(DAMAGE[damage])
     with open(tmp_path / "r" / "metrics.jsonl", "ab") as f:
         f.write(DAMAGE[damage])
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        t = GRPO.load(tmp_path / "r", rewards={"thirds": thirds})
+    with warnings.catch_warnings(record=True, action="always") as told:
+        t = load(tmp_path / "r")
         assert t.step_done == 2
         t.fit(2).close()
     for name in (*names, f"{newest.name}/manifest.json"):
@@ -274,18 +292,10 @@ def broken_pipe():
 @pytest.mark.parametrize("mode", ["lines", "terminal"])
 @pytest.mark.parametrize("output", [broken_pipe, lambda: open("/dev/full", "w")])
 def test_output_never_ends_training(output, mode, tmp_path, monkeypatch):
-    calls = []
-
-    def reward(completions, **columns):
-        calls.append(1)
-        if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGINT)  # which prints, too
-        return [thirds(c) for c in completions]
-
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, output())
     monkeypatch.setattr(progress, "display_mode", lambda: mode)
-    t = make(tmp_path / "r", "run.progress=true", rewards={"thirds": reward}).fit()
+    t = make(tmp_path / "r", "run.progress=true", rewards=at_sample(36, press)).fit()  # it prints
     t.fit()
     t.fit()  # nothing is left to do
     t.close()
@@ -308,7 +318,7 @@ def test_a_relative_folder_is_that_where_the_trainer_was_made_and_lost_rows_are_
     path.write_text(lines[0] + lines[2])
     os.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    again = GRPO.load("~/r", rewards={"thirds": thirds})
+    again = load("~/r")
     os.chdir("/")
     with pytest.warns(UserWarning, match="its metrics have 2 rows of 3 steps"):
         again.fit(1).close()
@@ -316,36 +326,21 @@ def test_a_relative_folder_is_that_where_the_trainer_was_made_and_lost_rows_are_
 
 
 def test_the_state_that_was_is_what_close_writes(tmp_path):
-    def stop(n, error=None):
-        calls = []
-
-        def reward(completions, **columns):
-            calls.append(1)
-            if len(calls) >= n and error:
-                raise error
-            if len(calls) == n:
-                os.kill(os.getpid(), signal.SIGINT)
-            return [thirds(c) for c in completions]
-
-        return {"thirds": reward}
-
     def end(name, steps=None, **parts):
         t = make(tmp_path / name, "run.if_exists=resume", **parts)
-        try:
+        with contextlib.suppress(ValueError, KeyboardInterrupt):
             t.fit(steps)
-        except (ValueError, KeyboardInterrupt):
-            pass
         t.close()
         return t.run.status["state"]
 
-    assert end("a", rewards=stop(2)) == "interrupted"
+    assert end("a", rewards=at_sample(20, press)) == "interrupted"
     t = make(tmp_path / "a", "run.if_exists=resume")
     t.open_run()  # looked at, and closed again
     t.close()
     assert t.run.status["state"] == "interrupted"
     assert end("a", 1) == "stopped" and end("a") == "finished"
-    assert end("b", rewards=stop(2, ValueError("no"))) == "failed"
-    assert end("c", rewards=stop(2, KeyboardInterrupt())) == "interrupted"
+    for error, state in ((ValueError("no"), "failed"), (KeyboardInterrupt(), "interrupted")):
+        assert end(state, rewards=at_sample(20, lambda error=error: fail(error))) == state
 
 
 def test_other_formats_versions_and_configurations(tmp_path):
@@ -358,10 +353,9 @@ def test_other_formats_versions_and_configurations(tmp_path):
     seal = hashlib.sha256(text.encode()).hexdigest() + '"\n}'
     (path / "manifest.json").write_text(text + _CHECKSUM + seal)
     with pytest.warns(UserWarning, match="torch 1.0 -> "):
-        GRPO.load(path, rewards={"thirds": thirds})
+        load(path)
     with pytest.warns(UserWarning, match="configuration differs.*optimizer.lr"):
-        again = make(tmp_path / "r", "run.if_exists=resume", "optimizer.lr=1e-5").fit(1)
-    again.close()
+        make(tmp_path / "r", "run.if_exists=resume", "optimizer.lr=1e-5").fit(1)
     with pytest.raises(ValueError, match="another policy"):
         other = make(None)
         state = other.state_dict()
@@ -391,7 +385,6 @@ def test_a_cell_that_is_run_again_goes_on_although_its_name_held_the_folder(tmp_
         t = make(tmp_path / "r", "run.if_exists=resume", f"steps={steps}")
         t.fit()
     assert [r["step"] for r in rows(t)] == [1, 2]
-    t.close()
 
 
 def test_training_in_a_thread_cannot_catch_signals_and_does_not_try(tmp_path):
@@ -449,7 +442,6 @@ def test_gradients_that_are_not_finite_are_skipped_counted_and_stop_training(tmp
     t.fit(1)
     assert t.bad_steps == 0
     assert not torch.equal(*(x["lm_head.weight"] for x in (t.policy.state_dict(), good)))
-    t.close()
 
 
 def test_a_run_none_of_whose_checkpoints_can_be_read_is_left_as_it_is(tmp_path):
@@ -466,39 +458,22 @@ def test_a_run_none_of_whose_checkpoints_can_be_read_is_left_as_it_is(tmp_path):
 
 
 def test_an_interrupt_in_an_evaluation_keeps_the_row_and_the_reward_counts(tmp_path):
-    calls = [0]
-
-    def cut(completion, **columns):
-        calls[0] += 1
-        if calls[0] == 36:  # 32 samples of two steps, then the evaluation
-            raise KeyboardInterrupt
-        return thirds(completion)
-
-    t = make(tmp_path / "r", "eval.every=2", "eval.limit=4", rewards={"cut": cut})
+    cut = at_sample(36, lambda: fail(KeyboardInterrupt()))  # two steps, then the evaluation
+    t = make(tmp_path / "r", "eval.every=2", "eval.limit=4", rewards=cut)
     with pytest.raises(KeyboardInterrupt):
         t.fit()
     assert t.rewards.state_dict()["batches"] == 2
     t.fit()
     assert [r["step"] for r in rows(t)] == [1, 2, 3, 4, 5]
-    t.close()
 
 
 def test_the_time_between_two_calls_of_fit_belongs_to_no_step(tmp_path):
-    calls = [0]
-
-    def once(completion, **columns):
-        calls[0] += 1
-        if calls[0] == 20:
-            raise ValueError("once")
-        return thirds(completion)
-
-    t = make(tmp_path / "r", rewards={"once": once})
+    t = make(tmp_path / "r", rewards=at_sample(20, lambda: fail(ValueError("once"))))
     with pytest.raises(ValueError, match="once"):
         t.fit()
     t.counters.since -= 1000.0  # the person comes back later
     t.fit(1)
     assert t.history[-1]["step_time"] < 500
-    t.close()
 
 
 def test_a_callback_is_told_and_its_state_is_saved(tmp_path):
@@ -513,7 +488,7 @@ def test_a_callback_is_told_and_its_state_is_saved(tmp_path):
 
     make(tmp_path / "r", callbacks=[Counting()]).fit(2).close()
     again = Counting()
-    GRPO.load(tmp_path / "r", rewards={"thirds": thirds}, callbacks=[again])
+    load(tmp_path / "r", callbacks=[again])
     assert again.seen == 2
 
 
@@ -526,24 +501,12 @@ def test_a_copy_elsewhere_does_not_replace_the_last_checkpoint_of_the_run(tmp_pa
 def test_overrides_count_when_a_run_is_loaded(tmp_path):
     make(tmp_path / "r").fit(1).close()
     overrides = ["optimizer.weight_decay=0.5", "optimizer.betas=[0.8,0.9]", f"run.dir={tmp_path / 'new'}"]  # fmt: skip
-    t = GRPO.load(tmp_path / "r", overrides, rewards={"thirds": thirds})
+    t = load(tmp_path / "r", overrides)
     group = t.optimizer.param_groups[0]
     assert (group["weight_decay"], group["betas"]) == (0.5, (0.8, 0.9))
     t.fit(1)
     assert t.run.dir == tmp_path / "new" and [r["step"] for r in rows(t)] == [2]
-    t.close()
     assert [r["step"] for r in read_jsonl(tmp_path / "r" / "metrics.jsonl")[0]] == [1]
-
-
-def test_other_tasks_than_those_of_the_checkpoint_are_refused(tmp_path):
-    ten = list(Taskset.load(data_path("tasks/middle_train.jsonl"))[:10])
-    make(tmp_path / "r", tasks=ten).fit(1).close()
-    why = r"list \(10 tasks, \w+\)\): pass them again, as in GRPO.load\(path, tasks=...\)"
-    with pytest.raises(ValueError, match=why):
-        GRPO.load(tmp_path / "r", rewards={"thirds": thirds})
-    GRPO.load(tmp_path / "r", tasks=ten, rewards={"thirds": thirds}).fit(1).close()
-    with pytest.warns(UserWarning, match=r"tasks: the run goes on with .*list \(10 tasks"):
-        make(tmp_path / "r", "run.if_exists=resume", tasks=ten[::-1]).fit(1).close()
 
 
 def test_saving_in_the_middle_of_a_step_is_refused(tmp_path):
@@ -565,47 +528,13 @@ def test_a_run_that_another_process_moved_on_is_read_after_the_lock(tmp_path):
     a.close()
     b.fit(1)
     assert [r["step"] for r in rows(b)] == [1, 2, 3, 4, 5] and b.step_done == 5
-    b.close()
 
 
 def test_fit_after_close_goes_on_with_the_run(tmp_path):
     t = make(tmp_path / "r").fit(1)
     t.close()
     t.fit(1)
-    t.close()
     assert [r["step"] for r in rows(t)] == [1, 2]
-
-
-def by_length(rollout):
-    return torch.tensor([float(len(o)) for o in rollout.outputs])
-
-
-def test_a_function_in_the_configuration_has_to_be_passed_again(tmp_path):
-    options = ["filter_groups.enable=true"]
-    config = load_config(None, [*SMALL, *options, f"run.dir={tmp_path / 'r'}"])
-    config.filter_groups.metric = ["seq_reward", by_length]
-    data = Taskset.load(data_path("tasks/middle_dev.jsonl"))
-    parts = {"tasks": data, "rewards": {"thirds": thirds}}
-    GRPO.from_config(config, **parts).fit(1).close()
-    why = r"by_length \w+\): pass them again, .*{'filter_groups.metric.1': function}"
-    with pytest.raises(ValueError, match=why):
-        GRPO.load(tmp_path / "r", **parts)
-    with pytest.raises(ValueError, match="pass them again"):
-        GRPO.load(tmp_path / "r", ["steps=3"], **parts)
-    again = GRPO.load(tmp_path / "r", {"filter_groups.metric.1": by_length, "steps": 2}, **parts)
-    assert again.config.filter_groups.metric == ("seq_reward", by_length)
-    assert again.fit().step_done == 2
-    again.close()
-
-
-def test_a_function_of_a_part_that_is_passed_is_not_asked_for(tmp_path):
-    config = load_config(None, [*SMALL, f"run.dir={tmp_path / 'r'}"])
-    config.rewards.functions = {"own": {"extract": str.strip}}
-    data = Taskset.load(data_path("tasks/middle_dev.jsonl"))
-    GRPO.from_config(config, tasks=data, rewards={"thirds": thirds}).fit(1).close()
-    GRPO.load(tmp_path / "r", tasks=data, rewards={"thirds": thirds}).close()
-    with pytest.raises(ValueError, match="GRPO.load.path, rewards=..."):
-        GRPO.load(tmp_path / "r", tasks=data)
 
 
 @pytest.mark.parametrize("where, what", [(record.Run, "_describe"), (session, "_sweep")])

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from test_rewards import batch
 
-from grpo_nb.core import Rollout
 from grpo_nb.integrations import verl as inside
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.reward_runner import RewardRunner
@@ -72,16 +72,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 
 def test_its_parquet_and_its_compute_score_train_here_unchanged(tmp_path):
     rows = [json.loads(x) for x in open(data_path("tasks/middle_train.jsonl"))][:12]
-    table = [
-        {
-            "data_source": "sums",
-            "prompt": [{"role": "user", "content": r["prompt"]}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": r["answer"]},
-            "extra_info": {"split": "train", "index": i},
-        }
-        for i, r in enumerate(rows)
-    ]
+    table = {
+        "data_source": "sums",
+        "prompt": [[{"role": "user", "content": r["prompt"]}] for r in rows],
+        "ability": "math",
+        "reward_model": [{"style": "rule", "ground_truth": r["answer"]} for r in rows],
+        "extra_info": [{"split": "train", "index": i} for i in range(12)],
+    }
     pd.DataFrame(table).to_parquet(tmp_path / "train.parquet")
     policy = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=10)
     policy.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -103,16 +100,10 @@ def test_an_async_compute_score_and_a_missing_answer():
 
     with RewardRunner([inside.as_reward(judge)]) as runner:
         tasks = [Task("p", {"reward_model": {"ground_truth": "x"}})] * 2
-        scored = runner(outputs_of(tasks, ["x", "y"]))
+        scored = runner(batch(["x", "y"], tasks))
         assert scored.rewards_NR[0, 0] == 1 and scored.rewards_NR[1, 0].isnan()
         with pytest.raises(ValueError, match="needs 'reward_model.ground_truth'"):
-            runner(outputs_of([Task("p", {"answer": "x"})], ["x"]))
-
-
-def outputs_of(tasks, texts):
-    n = len(tasks)
-    ones = torch.ones(n, 1)
-    return Rollout(torch.zeros(n).long(), tasks, {}, ones.bool(), ones, outputs=texts)
+            runner(batch(["x"], [Task("p", {"answer": "x"})]))
 
 
 def test_an_operator_of_trinity_is_refused_with_the_difference():
