@@ -153,8 +153,6 @@ def test_every_selector_is_here():
     assert {s for selectors, *_ in RUNS.values() for s in selectors} == built_in
 
 
-# The recipe --------------------------------------------------------------------------------------
-
 RECIPE = "recipes/curriculum.yaml"
 
 

@@ -3,7 +3,6 @@
 import importlib.util
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from grpo_nb.applications.motion import (
-    _new_model,
-    motion_config,
-    reach,
-    reach_policy,
-    reach_tasks,
-)
+from grpo_nb.applications.motion import _new_model, motion_config, reach, reach_policy, reach_tasks
 from grpo_nb.config import build_config
 from grpo_nb.core import seeded
 from grpo_nb.lab.recipe import GRPOConfig
@@ -25,6 +18,7 @@ from grpo_nb.lab.session import sample_table
 from grpo_nb.metrics import _completion_metrics
 from grpo_nb.policies.diffusion import DiffusionPolicy
 from grpo_nb.policies.samplers import ddim_sampler, ddpm_sampler, flow_sampler
+from grpo_nb.tasks import Task
 from grpo_nb.trainer import GRPO
 from grpo_nb.update import check_on_policy
 
@@ -61,10 +55,7 @@ def make(sampler="ddpm", seed=0, frames=4, dtype=torch.float32, dropout=0.0, **k
     return DiffusionPolicy(net, sampler, (frames, 2), "goal", **kw)
 
 
-TASKS = [
-    SimpleNamespace(prompt=f"task {i}", columns={"goal": [0.5 * i, 1.0, -1.0], "frames": 4 - i})
-    for i in range(3)
-]
+TASKS = [Task(f"task {i}", {"goal": [0.5 * i, 1.0, -1.0], "frames": 4 - i}) for i in range(3)]
 
 
 def shifted(policy, by=0.05):
@@ -94,13 +85,12 @@ def test_gradient_agrees_with_finite_differences(name, reduce):
     params = p.parameters()
     for q, g in zip(params, torch.autograd.grad(value(), params)):
         for i in (0, q.numel() - 1):
-            flat = q.data.view(-1)
+            flat, ends = q.data.view(-1), []
+            for move in (1e-5, -2e-5):
+                flat[i] += move
+                ends.append(value().item())
             flat[i] += 1e-5
-            up = value().item()
-            flat[i] -= 2e-5
-            down = value().item()
-            flat[i] += 1e-5
-            want = (up - down) / 2e-5
+            want = (ends[0] - ends[1]) / 2e-5
             assert g.view(-1)[i].item() == pytest.approx(want, rel=1e-5, abs=1e-6)
 
 

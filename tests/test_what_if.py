@@ -31,18 +31,10 @@ def test_groups_of_verl_are_neighbours_with_equal_prompts():
 
 
 def test_components_that_a_table_lacks_and_rewards_that_are_all_none(tmp_path):
-    a = pd.DataFrame(
-        {
-            "step": 1,
-            "prompt": ["p"] * 4,
-            "completion": "",
-            "right": [1.0, 0, 0, 1],
-            "short": [None] * 4,
-        }
-    )
-    a.to_parquet(tmp_path / "completions_1.parquet")
-    b = pd.DataFrame({"step": 2, "prompt": ["q"] * 4, "completion": "", "right": [1.0, 1, 1, 1]})
-    b.to_parquet(tmp_path / "completions_2.parquet")
+    one = {"step": 1, "prompt": ["p"] * 4, "completion": "", "right": [1.0, 0, 0, 1]}
+    two = one | {"step": 2, "prompt": ["q"] * 4, "right": [1.0, 1, 1, 1]}
+    for k, table in enumerate((one | {"short": [None] * 4}, two)):
+        pd.DataFrame(table).to_parquet(tmp_path / f"completions_{k}.parquet")
     seen = what_if(tmp_path, ["grpo", "gdpo"], "right")
     assert seen.groups()["state"].tolist() == ["varied", "all right"]
     assert np.isfinite(seen.samples[["grpo", "gdpo"]]).all(axis=None)
