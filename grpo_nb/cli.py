@@ -78,8 +78,12 @@ def train(
     say(trainer.policy)
     say(_plan(trainer, recipe))
     trainer.open_run()  # of a run that goes on: its checkpoint
-    before = None if trainer.eval_tasks is None else trainer.evaluate()
-    trainer.fit()
+    try:
+        before = None if trainer.eval_tasks is None else trainer.evaluate()
+        trainer.fit()
+    except KeyboardInterrupt:
+        trainer.close("interrupted")
+        raise
     row = trainer.history[-1] if trainer.history else {}
     say(
         f"{trainer.step_done} steps, {row.get('n_rollouts_generated', 0)} samples, {trainer.seconds_trained:.0f} s "

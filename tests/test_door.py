@@ -306,6 +306,13 @@ def all_groups(rollout, config):
     return torch.ones(rollout.num_groups, dtype=torch.bool)
 
 
+def test_an_application_beside_parts_of_one_s_own_is_told(tmp_path, policy):
+    with pytest.warns(UserWarning, match="application .an object is passed instead."):
+        trainer = GRPO(policy, ROWS, RIGHT, SMALL | {"application": "motion", "run.dir": tmp_path})
+    trainer.fit(1).close()
+    assert "application" not in trainer.run.config
+
+
 def test_functions_of_a_run_are_passed_again_or_replaced(tmp_path, policy):
     keys = {"advantage.mode": halves, "filter_groups.rule": all_groups}
     made = SMALL | keys | {"run.dir": tmp_path / "run", "filter_groups.enable": True}

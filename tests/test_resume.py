@@ -341,6 +341,11 @@ def test_the_state_that_was_is_what_close_writes(tmp_path):
     assert end("a", 1) == "stopped" and end("a") == "finished"
     for error, state in ((ValueError("no"), "failed"), (KeyboardInterrupt(), "interrupted")):
         assert end(state, rewards=at_sample(20, lambda error=error: fail(error))) == state
+    t = make(tmp_path / "d")
+    t.open_run()
+    t.step()
+    t.close()
+    assert t.run.status["state"] == "stopped"
 
 
 def test_other_formats_versions_and_configurations(tmp_path):

@@ -382,7 +382,9 @@ def _passed_again(tree: Mapping, overrides: Sequence[str] | Mapping) -> Mapping:
 _PARTS = ("policy", "tasks", "rewards", "eval_tasks")
 
 # %% ../../nbs/lab/03_recipe.ipynb #7f633b1f
-_SOURCES = ("policy.model", "tasks.train", "tasks.tasksets", "tasks.eval", "rewards.functions")
+_SOURCES = tuple(
+    "application policy.model tasks.train tasks.tasksets tasks.eval rewards.functions".split()
+)
 _ESTIMATOR_OPTIONS = ("eps", "eps_batch", "ddof")
 
 

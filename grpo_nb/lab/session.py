@@ -449,6 +449,8 @@ def _described(trainer: GRPO) -> dict[str, Any]:
     "The configuration as it ran."
     tree, given = _named_config(trainer.config), trainer.given
     tasks, runner, held = tree["tasks"], trainer.rewards, trainer.eval_tasks
+    if {"policy", "tasks", "rewards"} <= given.keys():
+        tree.pop("application", None)  # it has made nothing
     made = tree.get("application")
     parts = importlib.import_module(f"grpo_nb.applications.{made}").MADE if made else ()
     own = dict.fromkeys(parts, made) | dict.fromkeys(given, "passed")
@@ -716,6 +718,9 @@ def close(
     self.rewards.close()
     if hasattr(self.stream, "close"):
         self.stream.close()
-    if session.run is not None:
+    if (run := session.run) is not None:
         session.closed = True
-        session.run.close(state)
+        begun = run._came[1] is None or run._last != run._came[0]
+        if begun and run._status["state"] == "running" and self.step_done < self.config.steps:
+            state = state or "stopped"  # no `fit` has ended it
+        run.close(state)
