@@ -13,13 +13,13 @@ import traceback
 import warnings
 from pathlib import Path
 
+import test_diffusion
 import torch
 from resumed import row_differences, state_differences
 
 from grpo_nb.lab import checkpoint, session
 from grpo_nb.lab.checkpoint import checkpoints, latest
 from grpo_nb.lab.recipe import load_config
-from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 
 COMMON = ["run.progress=false", "num_generations=4", "train_batch_size=4", "steps=3", "threads=1",
@@ -42,38 +42,20 @@ def make(variant, folder):
         return diffusion(folder)
     if variant == "ranking":
         return ranking(folder)
-    config = load_config(
-        None, [*COMMON, *VARIANTS[variant], "policy.max_new_tokens=8", f"run.dir={folder}"]
-    )
+    own = [*VARIANTS[variant], "policy.max_new_tokens=8", f"run.dir={folder}"]
+    config = load_config(None, [*COMMON, *own])
     rewards = {"length": length_mod}
     if variant in ("epochs", "workers"):
         rewards["ends"] = lambda completion, **columns: float(completion[-1:] in "0123")
     return GRPO.from_config(config, rewards=rewards)
 
 
-class Denoiser(torch.nn.Module):
-    "Two layers on a path of 6 points and the time."
-
-    def __init__(self):
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.inner, self.outer = torch.nn.Linear(13, 32), torch.nn.Linear(32, 12)
-
-    def forward(self, x, time):
-        h = torch.cat([x.flatten(1), time[:, None].to(x)], 1)
-        return self.outer(torch.tanh(self.inner(h))).view_as(x)
-
-
 def diffusion(folder):
     "Latent trajectories: three epochs over the steps."
-    from grpo_nb.policies.diffusion import DiffusionPolicy
-    from grpo_nb.policies.samplers import flow_sampler
-
-    policy = DiffusionPolicy(Denoiser(), flow_sampler(6), (6, 2), reduce="mean")
+    policy = test_diffusion.make("flow", frames=6, reduce="mean")
     more = ["update.num_epochs=3", "update.minibatch_size=8", "filter_groups.enable=true"]
     config = load_config(None, [*COMMON, *more, "optimizer.lr=1e-2", f"run.dir={folder}"])
-    tasks = Taskset.load(data_path("tasks/easy_train.jsonl"))
+    tasks = [{"prompt": f"task {i}", "goal": [0.5 * i, 1.0, -1.0]} for i in range(9)]
     left = lambda completion, **columns: -float(completion[:, 0].mean())
     return GRPO(policy, tasks, {"left": left}, config)
 
@@ -136,8 +118,7 @@ def child(*args):
     if pid:
         return pid
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             train(*args)
         os._exit(0)
     except BaseException:
@@ -178,8 +159,7 @@ def kill_and_compare(variant, folder, kills):
         if os.WIFSIGNALED(status):
             killed += 1
             by_suicide += own
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
+            with warnings.catch_warnings(action="error"):
                 at = latest(cut / "checkpoints")
             seen.add(at and at.name)
         elif os.WEXITSTATUS(status):

@@ -20,18 +20,12 @@ import psutil
 import pytest
 from forked import wait_for
 
+from grpo_nb.all import GRPO, Run, Samples, Steps, Study, compare, data_path, load_config
 from grpo_nb.evaluate import Scores
 from grpo_nb.files import Lock, RunLocked
-from grpo_nb.lab.budgets import Samples, Steps
-from grpo_nb.lab.compare import compare
 from grpo_nb.lab.paired_statistics import verdict
-from grpo_nb.lab.recipe import load_config
-from grpo_nb.lab.record import Run
 from grpo_nb.lab.runs import FailedRun, Spec, plan_runs, run_job
-from grpo_nb.lab.study import Study
 from grpo_nb.statistics import two_way_interval
-from grpo_nb.tasks import data_path
-from grpo_nb.trainer import GRPO
 
 COUNTS = {"made": 0}
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,8 +18,8 @@ import yaml
 from transformers import BertConfig, BertLMHeadModel
 
 from grpo_nb.advantages import compute_advantages, gdpo, grpo, opo
+from grpo_nb.all import GRPO, DiffusionPolicy, GroupCollector, RewardRunner, TokenPolicy
 from grpo_nb.cli import _open_block
-from grpo_nb.collector import GroupCollector
 from grpo_nb.config import given_keys
 from grpo_nb.difficulty import PassRateEstimator
 from grpo_nb.evaluate import evaluate
@@ -28,14 +28,10 @@ from grpo_nb.lab import recipe
 from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_rewards, open_stream
 from grpo_nb.list_parsing import ListParser
 from grpo_nb.losses import POLICY_LOSSES, policy_loss
-from grpo_nb.policies.diffusion import DiffusionPolicy
 from grpo_nb.policies.samplers import ddim_sampler, flow_sampler
-from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.ranking import SafetyOracle, make_relevance_reward
-from grpo_nb.reward_runner import RewardRunner
 from grpo_nb.scheduler import TasksetScheduler
 from grpo_nb.tasks import Taskset, data_path
-from grpo_nb.trainer import GRPO
 from grpo_nb.verifiers import exact_answer, length_target
 
 ROWS = [{"prompt": f"<bos>{i}+1=", "answer": str(i + 1)} for i in range(8)]

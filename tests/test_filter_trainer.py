@@ -4,30 +4,23 @@ import logging
 import math
 
 import pytest
+import test_trainer
 import torch
-from test_trainer import RIGHT, weights
+from test_trainer import RIGHT, SIZE, weights
 
+from grpo_nb.all import Taskset, data_path, group_stats, load_config
 from grpo_nb.collector import FilterCapError, GroupCollector
-from grpo_nb.core import group_stats
 from grpo_nb.filter_groups import FilterGroupsConfig, decide
-from grpo_nb.lab.recipe import load_config
-from grpo_nb.lab.record import Run
 from grpo_nb.optimizer import learning_rate
-from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.stream import TaskStream
-from grpo_nb.tasks import Taskset, data_path
-from grpo_nb.trainer import GRPO
 
 TASKS = Taskset.load(data_path("tasks/middle_train.jsonl"))[:1000]
-FILTER = ("filter_groups.enable=true", "filter_groups.log_format=null")
+FILTER = ("filter_groups.enable=true", "filter_groups.log_format=null", "threads=1")
 
 
-def make(*over, reward=RIGHT, tasks=TASKS, config=None, **kw):
-    base = ["train_batch_size=6", "num_generations=4", "run.progress=false", "threads=1"]
-    config = config or load_config(None, [*base, *FILTER, *over])
-    policy = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=10)
+def make(*over, reward=RIGHT, tasks=TASKS, **kw):
     rewards = reward if isinstance(reward, dict) else {"acc": reward}
-    return GRPO(policy, tasks, rewards, config, **kw)
+    return test_trainer.make(*FILTER, *over, rewards=rewards, tasks=tasks, **kw)
 
 
 class Watched(TaskStream):
@@ -46,14 +39,7 @@ class Watched(TaskStream):
 
 
 def constant_groups(rollout):
-    r = rollout.rewards_NR[:, 0]
-    return sum(
-        bool((r[rollout.group_N == g] == r[rollout.group_N == g][0]).all())
-        for g in rollout.group_N.unique()
-    )
-
-
-# --- counting ------------------------------------------------------------------------------------
+    return (group_stats(rollout.rewards_NR[:, 0], rollout.group_N).spread == 0).sum().item()
 
 
 def test_what_is_generated_and_what_is_trained_is_counted_apart_and_the_stream_hears_of_all():
@@ -87,9 +73,6 @@ def test_what_is_generated_and_what_is_trained_is_counted_apart_and_the_stream_h
     assert sum(map(constant_groups, stream.told)) == dropped > 0
     order = [task.index for r in stream.told for task in r.tasks[::4]]
     assert order == [task.index for task in TaskStream(TASKS).read(len(order))]  # once, in order
-
-
-# --- configuration -------------------------------------------------------------------------------
 
 
 VERL = """
@@ -134,24 +117,6 @@ def test_the_block_of_verl_can_be_pasted(tmp_path):
         load_config(recipe, [f"{there}max_gen_batches=3"])
 
 
-def test_the_metric_may_be_a_function_and_the_run_is_still_recorded(tmp_path):
-    size = ["train_batch_size=4", "num_generations=4", "steps=1", "run.progress=false"]
-    config = load_config(None, size)
-    config.run.dir = str(tmp_path / "run")
-    config.filter_groups = FilterGroupsConfig(enable=True, metric=lengths, log_format=None)
-    t = make(config=config).fit()
-    t.close()
-    assert t.history[-1]["filter/kept_without_signal"] >= 0
-    assert len(Run.open(tmp_path / "run").frame()) == 1
-
-
-def lengths(rollout):
-    return rollout.lengths_N
-
-
-# --- rows that must not count --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("metric", [None, "acc", "seq_reward"])
 def test_a_sample_without_a_step_has_no_part_in_anything(metric):
     t = make("filter_groups.enable=false", "steps=2")
@@ -177,9 +142,6 @@ def test_a_sample_without_a_step_has_no_part_in_anything(metric):
     assert t.last[2].rows[0]["n_zero_advantage"] == 5
 
 
-# --- of one's own --------------------------------------------------------------------------------
-
-
 def minus_mean(rewards, group_ids):
     means = torch.stack([rewards[group_ids == g].mean() for g in group_ids])
     return (rewards.sum(1) - means).tolist()
@@ -187,8 +149,7 @@ def minus_mean(rewards, group_ids):
 
 def own(mode=None, rule=None):
     over = ["filter_groups.on_cap=train_partial", "filter_groups.max_num_gen_batches=1", "steps=1"]
-    size = ["train_batch_size=6", "num_generations=4", "run.progress=false", "threads=1"]
-    config = load_config(None, [*size, *FILTER, *over])
+    config = load_config(None, [*SIZE, *FILTER, *over])
     config.advantage.mode, config.filter_groups.rule = mode or "grpo", rule
     return make(config=config)
 
@@ -219,9 +180,6 @@ def test_what_a_function_does_wrong_is_told_with_its_name_and_no_update_is_broke
     assert "broken off" not in capsys.readouterr().out
 
 
-# --- the limit -----------------------------------------------------------------------------------
-
-
 def only(indices):
     "Rewards that vary for some tasks only."
 
@@ -242,9 +200,6 @@ def test_a_skipped_step_trains_nothing_and_says_so():
         assert math.isnan(row["loss"]) and row["train/filter_rate"] == 1
         assert row["optimizer_steps"] == 0 and row["n_rollouts_trained"] == 0
     assert "all samples are wrong" in t.collector.warnings["cap"]
-
-
-# --- carry-over ----------------------------------------------------------------------------------
 
 
 def test_carried_groups_keep_the_log_probs_of_the_policy_that_sampled_them():

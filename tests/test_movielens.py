@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_trainer import weights
 
 from grpo_nb.advantages import AdvantageConfig, Gate, compute_advantages
+from grpo_nb.all import GRPO, Samples, compare
 from grpo_nb.applications import movielens as ml
-from grpo_nb.lab.budgets import Samples
-from grpo_nb.lab.compare import compare
 from grpo_nb.list_parsing import _normalise_title, _read_item, parse_rollout
 from grpo_nb.ranking import (
     SafetyOracle,
@@ -21,7 +21,6 @@ from grpo_nb.ranking import (
     make_safe_reward,
     make_safety_reward,
 )
-from grpo_nb.trainer import GRPO
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "data" / "build"))
@@ -47,10 +46,8 @@ def task(folder):
 
 
 def test_the_package_that_carries_the_data_is_not_imported():
-    code = (
-        "import sys; from movielens_task import _find_ml100k; _find_ml100k(); "
-        "print([m for m in ('recbole', 'transformers', 'pandas') if m in sys.modules])"
-    )
+    code = "import sys; from movielens_task import _find_ml100k; _find_ml100k(); "
+    code += "print([m for m in ('recbole', 'transformers', 'pandas') if m in sys.modules])"
     how = {"capture_output": True, "text": True, "check": True, "cwd": ROOT / "data" / "build"}
     out = subprocess.run([sys.executable, "-c", code], **how)
     assert out.stdout.strip() == "[]"
@@ -65,10 +62,8 @@ def test_a_missing_wheel_is_named(monkeypatch, capsys):
 
 
 def rank_rewards(task):
-    return {
-        "relevance": make_relevance_reward(task.parser, "exp_inf"),
-        "safety": make_safety_reward(task.parser, task.oracle),
-    }
+    relevance = make_relevance_reward(task.parser, "exp_inf")
+    return {"relevance": relevance, "safety": make_safety_reward(task.parser, task.oracle)}
 
 
 def ranking_trainer(task, mode, rewards, **update):
@@ -86,10 +81,8 @@ def test_rank_advantages_land_on_the_tokens_of_their_item(task):
     trainer = ranking_trainer(task, "gdpo", rank_rewards(task))
     rollout = trainer.collect()
     values_NS, _ = trainer.advantages(rollout)
-    item_NS = rollout.states["item"]
-    direct = compute_advantages(
-        rollout.rewards, rollout.group_N, rollout.reward_names, trainer.config.advantage
-    ).values
+    item_NS, told = rollout.states["item"], (rollout.rewards, rollout.group_N, rollout.reward_names)
+    direct = compute_advantages(*told, trainer.config.advantage).values
     assert values_NS.shape == rollout.mask_NS.shape and direct.shape == (16, 8)
     for k in range(8):
         here = item_NS == k
@@ -108,8 +101,7 @@ def test_a_trainer_says_which_scales_cancel(task):
         with pytest.warns(UserWarning, match="lambda_safe of reward 'safety' = 10 has no effect"):
             ranking_trainer(task, mode, parts)
     combined = {"safe": make_safe_reward(task.parser, task.oracle, lambda_safe=10.0)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         ranking_trainer(task, "grpo", parts)
         ranking_trainer(task, "gdpo", combined)
         ranking_trainer(task, "gdpo", rank_rewards(task))
@@ -122,9 +114,9 @@ def test_a_ranking_policy_trains_and_is_evaluated(task, mode):
     safe = {"safe": make_safe_reward(task.parser, task.oracle, "exp_inf")}
     rewards = safe if mode == "grpo" else rank_rewards(task)
     trainer = ranking_trainer(task, mode, rewards, num_epochs=2, minibatch_size=8, micro_tokens=60)
-    before = torch.cat([p.detach().flatten().clone() for p in trainer.policy.parameters()])
+    before = weights(trainer)
     row = trainer.step()
-    after = torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
+    after = weights(trainer)
     assert row["optimizer_steps"] == 4 and row["grad_norm"] > 0 and not torch.equal(before, after)
     assert row["ratio/min"] < 1 < row["ratio/max"]  # the second epoch is off-policy
     scores = trainer.evaluate(samples=2)

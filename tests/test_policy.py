@@ -31,14 +31,10 @@ from transformers import (
     Qwen2Config,
 )
 
-from grpo_nb.core import concat, seeded
-from grpo_nb.lab.recipe import load_config
+from grpo_nb.all import GRPO, TokenPolicy, check_on_policy, concat, load_config, seeded
 from grpo_nb.policies.decoding import _Decoder, _LlamaDecoder, _shape_logits
 from grpo_nb.policies.loading import load_model
-from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.tasks import Taskset, data_path
-from grpo_nb.trainer import GRPO
-from grpo_nb.update import check_on_policy
 
 SIZE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SIZE |= dict(vocab_size=55, num_key_value_heads=2, max_position_embeddings=64)

@@ -364,9 +364,8 @@ def test_memory_limit_scrubbed_environment_and_temporary_directory(monkeypatch):
         open("left-behind", "w").close()
         return float("A_SECRET" in os.environ or os.getcwd() == here) + 10 * ("A_KEY" in os.environ)
 
-    with RewardRunner(
-        [hog, clean], workers=1, memory_mb=1024, keep_env=("A_KEY",), on_error="skip", **QUIET
-    ) as runner:
+    options = dict(workers=1, memory_mb=1024, keep_env=("A_KEY",), on_error="skip", **QUIET)
+    with RewardRunner([hog, clean], **options) as runner:
         assert values(runner(batch(["a"])).rewards_NR) == [[-99.0, 10.0]]
     assert runner.failures[0].message.startswith("MemoryError")
     assert not os.path.exists("left-behind")
@@ -379,10 +378,8 @@ def test_a_late_chunk_is_tried_again_one_by_one():
         return [1.0] * len(completions)
 
     whole = reward_function(lambda completions: hangs(completions), whole_batch=True, timeout_s=0.3)
-    chunk = reward_function(hangs, timeout_s=0.3)
-    with RewardRunner(
-        {"chunk": chunk, "whole": whole}, workers=1, on_error="skip", **QUIET
-    ) as runner:
+    both = {"chunk": reward_function(hangs, timeout_s=0.3), "whole": whole}
+    with RewardRunner(both, workers=1, on_error="skip", **QUIET) as runner:
         scored = runner(batch(["a", "hang", "b"]))
     assert values(scored.rewards_NR) == [[1, -99], [-99, -99], [1, -99]]
     assert counts(runner, "chunk") == [2, 0, 0, 1, 0]
@@ -504,9 +501,8 @@ def test_what_one_function_does_to_its_arguments_no_other_sees(workers):
         assert repr([(t.prompt, t.columns) for t in tasks]) == before
 
 
-def async_shapes():
-    "One function in every shape that people give it, each worth 2."
-
+@pytest.mark.parametrize("workers", [0, 1])
+def test_functions_of_every_shape_are_called_and_awaited(workers):
     async def f(completion, scale=2.0):
         await asyncio.sleep(0)
         return scale
@@ -521,7 +517,7 @@ def async_shapes():
     async def twice(completion):
         return f(completion)
 
-    return {
+    functions = {
         "lambda": lambda completion: f(completion),
         "object": Own(),
         "call": Own().__call__,
@@ -533,11 +529,6 @@ def async_shapes():
         "rows to await": lambda completions: [[f(c)] for c in completions],
         "partial of a partial": functools.partial(functools.partial(f), scale=2.0),
     }
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_functions_of_every_shape_are_called_and_awaited(workers):
-    functions = async_shapes()
     with RewardRunner(functions, workers=workers) as runner:
         want = [[2.0] * len(functions)] * 2
         assert runner(batch(["a", "b"])).rewards_NR.tolist() == want

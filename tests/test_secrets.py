@@ -5,13 +5,10 @@ import json
 import pytest
 import torch
 
+from grpo_nb.all import GRPO, REWARDS, Steps, load_config
 from grpo_nb.config import override
-from grpo_nb.files import HIDDEN, _refuse_hidden, hide_secrets
-from grpo_nb.lab.budgets import Steps
+from grpo_nb.files import HIDDEN, _refuse_hidden, hide_secrets, leaves
 from grpo_nb.lab.compare import FailedRun, compare
-from grpo_nb.lab.recipe import load_config
-from grpo_nb.rewards import REWARDS
-from grpo_nb.trainer import GRPO
 
 KEY, WORD = "sk-test-0123456789abcdefghij", "open sesame"
 
@@ -48,38 +45,28 @@ QUOTED = {  # hidden where they stand in a text
 }
 COUNTS = dict.fromkeys("max_tokens tokens max_new_tokens micro_tokens".split(), 64)
 WORDS = "eos_token pad_token stop_token prompt_key response_key tokenizer hf_tokenizer author key"
-OPEN = (
-    COUNTS
-    | dict.fromkeys([*WORDS.split(), "loss", "keyboard"], "token_mean")
-    | {
-        "url": "https://host:8000/v1",
-        "prompt": "Basic arithmetic. Bearer bonds: what is 2+2?",
-        "commit": "da39a3ee5e6b4b0d3255bfef95601890afd80709",
-        "task": "sk-learn",
-        "empty_secret": "",
-        "use_auth": True,
-        "password": None,
-        "container": ["docker", "run", "-u", "1000:1000", "-u", "root", "-p", "80:80", "image"],
-        "file": "ssh://git@host/repository",
-        "from": "commit da39a3ee5e6b4b0d3255bfef95601890afd80709, host/?mail=a@b, docker run -u 0:0",
-        "snapshot": "hub/snapshots/da39a3ee5e6b4b0d3255bfef95601890afd80709",
-        "said": "Reset the password when asked, and design=good.",
-        "levels": ["--level", "token", "--tokenizer", "gpt2"],
-    }
-)
-
-
-def leaves(tree):
-    if isinstance(tree, dict | list):
-        values = tree.values() if isinstance(tree, dict) else tree
-        return [x for v in values for x in leaves(v)]
-    return [tree]
+OPEN = COUNTS | dict.fromkeys([*WORDS.split(), "loss", "keyboard"], "token_mean")
+OPEN |= {
+    "url": "https://host:8000/v1",
+    "prompt": "Basic arithmetic. Bearer bonds: what is 2+2?",
+    "commit": "da39a3ee5e6b4b0d3255bfef95601890afd80709",
+    "task": "sk-learn",
+    "empty_secret": "",
+    "use_auth": True,
+    "password": None,
+    "container": ["docker", "run", "-u", "1000:1000", "-u", "root", "-p", "80:80", "image"],
+    "file": "ssh://git@host/repository",
+    "from": "commit da39a3ee5e6b4b0d3255bfef95601890afd80709, host/?mail=a@b, docker run -u 0:0",
+    "snapshot": "hub/snapshots/da39a3ee5e6b4b0d3255bfef95601890afd80709",
+    "said": "Reset the password when asked, and design=good.",
+    "levels": ["--level", "token", "--tokenizer", "gpt2"],
+}
 
 
 @pytest.mark.parametrize("name", SECRETS)
 def test_secrets_are_hidden_by_name_or_look_at_any_depth(name):
     for tree in ({name: SECRETS[name]}, {"a": [{"b": {name: SECRETS[name]}}]}):
-        assert set(leaves(hide_secrets(tree))) == {HIDDEN}
+        assert {value for _, value in leaves(hide_secrets(tree))} == {HIDDEN}
 
 
 @pytest.mark.parametrize("name", QUOTED)
@@ -144,9 +131,8 @@ def test_a_stored_run_holds_no_secret_and_asks_for_it(tmp_path, seen):
     trainer.save()
     trainer.close()
     no_secret_in(tmp_path)
-    names = ["api_key", "secret_word", "judge.url"]
-    keys = [f"rewards.functions.judge.{name}" for name in names]
-    with pytest.raises(ValueError, match=f"{keys[0]}, {keys[1]}, {keys[2]}: hidden") as e:
+    keys = [f"rewards.functions.judge.{k}" for k in ("api_key", "secret_word", "judge.url")]
+    with pytest.raises(ValueError, match=f"{', '.join(keys)}: hidden") as e:
         GRPO.load(tmp_path / "run")
     assert "\n" not in str(e.value) and "Pass what is meant again" in str(e.value)
     with pytest.raises(ValueError, match=f"{keys[1]}, {keys[2]}: hidden"):

@@ -1,6 +1,7 @@
 "The training loop on the embedded model: rewards that fail, interrupts, recipes, groups."
 
 import dataclasses
+import itertools
 import math
 import os
 import signal
@@ -14,30 +15,26 @@ import torch
 from resumed import differences
 
 from grpo_nb.advantages import compute_advantages
+from grpo_nb.all import GRPO, RewardRunner, TasksetScheduler, TokenPolicy, exact_answer
 from grpo_nb.cli import _open_block, _read_block, main
-from grpo_nb.config import build_config, describe, override
+from grpo_nb.config import describe, override
 from grpo_nb.lab.checkpoint import _check_seal, latest
 from grpo_nb.lab.frames import flat_keys
 from grpo_nb.lab.recipe import GRPOConfig, load_config
 from grpo_nb.lab.runs import Spec
-from grpo_nb.policies.tokens import TokenPolicy
-from grpo_nb.reward_runner import RewardRunner
-from grpo_nb.scheduler import TasksetScheduler
 from grpo_nb.tasks import Taskset, data_path
-from grpo_nb.trainer import GRPO
-from grpo_nb.verifiers import exact_answer
 
 TASKS = Taskset.load(data_path("tasks/middle_dev.jsonl"))
 RIGHT = exact_answer(extract="marker", marker="</think>")
 
 
-def make(*over, rewards=None, tasks=None, **kw):
-    config = load_config(
-        None, ["train_batch_size=6", "num_generations=4", "run.progress=false", *over]
-    )
+SIZE = ["train_batch_size=6", "num_generations=4", "run.progress=false"]
+
+
+def make(*over, rewards=None, tasks=TASKS, config=None, **kw):
+    config = config or load_config(None, [*SIZE, *over])
     policy = TokenPolicy.from_pretrained(data_path("tiny-llama"), max_new_tokens=10)
-    tasks = TASKS if tasks is None else tasks
-    return GRPO(policy, tasks, {"right": RIGHT} if rewards is None else rewards, config, **kw)
+    return GRPO(policy, tasks, rewards or {"right": RIGHT}, config, **kw)
 
 
 def weights(trainer):
@@ -61,7 +58,7 @@ def test_kl_in_the_reward_is_taken_off_before_the_advantage():
 
 
 def test_hanging_crashing_and_silent_rewards_do_not_stop_training():
-    tasks = Taskset.load(data_path("tasks/middle_dev.jsonl"))[:3]
+    tasks = TASKS[:3]
     unlucky = tasks[0].prompt
 
     def hangs(completion, prompt, **columns):
@@ -74,20 +71,16 @@ def test_hanging_crashing_and_silent_rewards_do_not_stop_training():
             os._exit(3)
         return 1.0
 
-    def silent(completion, **columns):
-        return None
-
     before = {p.pid for p in psutil.Process().children(recursive=True)}
-    functions = {"right": RIGHT, "hangs": hangs, "crashes": crashes, "silent": silent}
+    functions = {"right": RIGHT, "hangs": hangs, "crashes": crashes}
+    functions["silent"] = lambda completion: None
     options = {"workers": 2, "timeout_s": 1.0, "on_error": "skip", "chunk_size": 1}
     with RewardRunner(functions, max_error_share=1.0, **options) as runner:
         size = ("steps=2", "train_batch_size=3", "num_generations=3")
         trainer = make(*size, rewards=runner, tasks=tasks)
         start = weights(trainer)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer.fit()
-        rows = trainer.history
+        with warnings.catch_warnings(action="ignore"):
+            rows = trainer.fit().history
     assert len(rows) == 2 and not torch.equal(weights(trainer), start)
     for row in rows:
         assert row["reward/right/n_ok"] == 9 and row["reward/silent/n_none"] == 9
@@ -135,39 +128,11 @@ def test_a_recipe_that_is_no_mapping_is_told_at_once(tmp_path):
         load_config(tmp_path)
 
 
-WRONG = {
-    "steps": 0,
-    "policy.temperature": 0.0,
-    "optimizer.betas": [0.9, 1.0],
-    "run.samples_rows": True,
-    "update.kl_stop.target": math.nan,
-}
-
-
-@pytest.mark.parametrize("key", WRONG)
-def test_a_number_out_of_its_range_is_refused_with_its_key_before_anything_is_loaded(key):
-    tree = WRONG[key]
-    for part in reversed(key.split(".")):
-        tree = {part: tree}
-    with pytest.raises(ValueError) as e:
-        build_config(GRPOConfig, tree)
-    text = str(e.value)
-    assert text.startswith(key) and " must be " in text and "\n" not in text, text
-    config = GRPOConfig()
-    *path, name = key.split(".")
-    for part in path:
-        config = getattr(config, part)
-    if config is None:  # a section that is off
-        return
-    with pytest.raises(ValueError, match=f"{name}.* must be "):
-        setattr(config, name, WRONG[key])
-
-
 def test_every_number_of_the_configuration_has_a_range_and_a_meaning():
     rows = describe(GRPOConfig)
     assert len(rows) > 90 and len({r["key"] for r in rows}) == len(rows)
     plain = ("int", "float", "int or null", "float or null")
-    assert [r["key"] for r in rows if r["accepts"] in plain] == []
+    assert [r["key"] for r in rows if r["accepts"] in plain or not r["meaning"]] == []
 
 
 def test_the_options_of_a_single_step_come_before_the_configuration():
@@ -178,16 +143,13 @@ def test_the_options_of_a_single_step_come_before_the_configuration():
     assert row["updates_per_rollout"] == 1 and row["upd/stopped"] == 1
 
 
-@pytest.mark.parametrize(
-    "callback, text", [("wandb", "nothing would call"), (lambda: None, "with")]
-)
-def test_a_callback_that_would_never_be_called_is_refused_before_anything_is_loaded(callback, text):
+def test_a_callback_that_would_never_be_called_is_refused_before_anything_is_loaded():
     config = load_config(None, ["policy.model=never/loaded"])
-    with pytest.raises(ValueError, match=text):
-        GRPO.from_config(config, callbacks=[callback])
+    with pytest.raises(ValueError, match="nothing would call"):
+        GRPO.from_config(config, callbacks=["wandb"])
     trainer = make("steps=1")
-    trainer.callbacks.append(callback)
-    with pytest.raises(ValueError, match=text):
+    trainer.callbacks.append(lambda: None)
+    with pytest.raises(ValueError, match="with"):
         trainer.fit()
     assert trainer.step_done == 0
 
@@ -213,11 +175,10 @@ def test_the_command_line_says_what_the_defaults_are(capsys, tmp_path, monkeypat
 
 def press_twice(trainer, at):
     "Ctrl-C during the `at`-th optimizer step, and once more: the second one interrupts at once."
-    calls = []
+    calls = itertools.count(1)
 
     def press(*_):
-        calls.append(1)
-        if len(calls) == at:
+        if next(calls) == at:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -320,18 +281,15 @@ def test_a_run_that_is_there_is_refused_with_what_the_caller_can_do(tmp_path):
     make("steps=2", folder).fit(1).close()
     with pytest.raises(FileExistsError) as e:
         make("steps=2", folder, "run.if_exists=raise").fit()
-    assert f"GRPO.load({str(tmp_path / 'run')!r})" in str(e.value)
-    assert "run.if_exists=resume" in str(e.value) and "run.if_exists=number" in str(e.value)
-    assert "resume=True" not in str(e.value)
+    for remedy in (f"GRPO.load({str(tmp_path / 'run')!r})", "if_exists=resume", "if_exists=number"):
+        assert remedy in str(e.value)
     make("steps=2", folder, "run.if_exists=resume").fit().close()  # the first remedy
     make("steps=2", f"run.dir={tmp_path / 'other'}").fit(1).close()
-    moved = [folder, "run.if_exists=raise"]
-    loaded = GRPO.load(tmp_path / "other", moved, rewards={"right": RIGHT})
-    with pytest.raises(FileExistsError) as e:
-        loaded.fit()
-    assert "a new trainer with run.if_exists=resume" in str(e.value)  # this one has other steps
-    GRPO.load(tmp_path / "run", ["steps=3"], rewards={"right": RIGHT}).fit().close()
-    numbered = GRPO.load(tmp_path / "other", [folder], rewards={"right": RIGHT}).fit()
+    load = lambda name, *over: GRPO.load(tmp_path / name, over, rewards={"right": RIGHT})
+    with pytest.raises(FileExistsError, match="a new trainer with run.if_exists=resume"):
+        load("other", folder, "run.if_exists=raise").fit()  # this one has other steps
+    load("run", "steps=3").fit().close()
+    numbered = load("other", folder).fit()
     numbered.close()
     assert numbered.run.dir.name == "run-2"
 
@@ -354,13 +312,12 @@ def test_weights_that_are_not_finite_end_training_and_are_never_saved(tmp_path):
 
 
 def test_the_history_of_a_long_run_is_whole_and_memory_keeps_a_window(tmp_path):
-    trainer = make("steps=5", f"run.dir={tmp_path}/r")
+    loss = []
+    keep = lambda t, row: loss.append(row["loss"])
+    trainer = make("steps=5", f"run.dir={tmp_path}/r", callbacks=[keep])
     trainer.history.recent = deque(maxlen=2)
-    seen = []
-    trainer.callbacks.append(lambda t, row: seen.append(dict(row)))
     trainer.fit()
     assert len(trainer.history.recent) == 2
-    loss = [row["loss"] for row in seen]
     assert [row["loss"] for row in trainer.history] == loss
     assert [trainer.history[i]["loss"] for i in (0, -1)] == [loss[0], loss[-1]]
     assert [row["loss"] for row in trainer.history[1:4]] == loss[1:4]

@@ -12,13 +12,9 @@ import pytest
 import torch
 from test_rewards import batch
 
+from grpo_nb.all import GRPO, RewardRunner, Task, TokenPolicy, data_path, exact_answer
 from grpo_nb.integrations import verl as inside
-from grpo_nb.policies.tokens import TokenPolicy
-from grpo_nb.reward_runner import RewardRunner
 from grpo_nb.scheduler import TasksetScheduler
-from grpo_nb.tasks import Task, data_path
-from grpo_nb.trainer import GRPO
-from grpo_nb.verifiers import exact_answer
 
 CALLS = json.loads((Path(__file__).parent / "recorded" / "verl_calls.json").read_text())
 

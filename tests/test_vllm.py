@@ -14,13 +14,10 @@ from resumed import check_resume, differences
 from safetensors.torch import load_file
 from vllm_server import FakeVLLM, always, broken, once, slow, tiny
 
-from grpo_nb.all import GRPO
-from grpo_nb.core import seeded
+from grpo_nb.all import GRPO, Task, Taskset, data_path, latest, seeded
 from grpo_nb.integrations import vllm
 from grpo_nb.integrations.vllm import VLLM, ServerLost, weights_label
-from grpo_nb.lab.checkpoint import latest
 from grpo_nb.policies.tokens import TokenPolicy, _open_engine
-from grpo_nb.tasks import Task, Taskset, data_path
 from grpo_nb.update import RatioMismatch, UpdateConfig, update
 
 RECORDED = Path(__file__).parent / "recorded" / "vllm"
