@@ -201,6 +201,8 @@ def test_whatever_peft_trains_is_scored_copied_and_stored(tokenizer, options, tm
     kind = MODELS["llama_gqa" if options == {"bias": "all"} else "llama"]
     kind = EXPERTS if options == {"r": 4} else kind
     model = AutoModelForCausalLM.from_config(kind, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "base")
+    model.name_or_path = str(tmp_path / "base")
     if isinstance(options, dict):
         p = TokenPolicy(model, tokenizer, max_new_tokens=6, lora=options)
     else:
@@ -215,6 +217,9 @@ def test_whatever_peft_trains_is_scored_copied_and_stored(tokenizer, options, tm
     assert torch.equal(p.copy().logp(r), want)
     p.save_pretrained(tmp_path)
     again = TokenPolicy.from_pretrained(tmp_path).logp(r)
+    torch.testing.assert_close(again, want, atol=1e-4, rtol=0)
+    p.save_adapter(tmp_path / "adapter")
+    again = TokenPolicy.from_pretrained(tmp_path / "adapter").logp(r)
     torch.testing.assert_close(again, want, atol=1e-4, rtol=0)
 
 

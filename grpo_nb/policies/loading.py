@@ -73,21 +73,26 @@ def _read(source, dtype: torch.dtype, **file) -> tuple:
     "Model and tokenizer as transformers reads them, without running code of theirs."
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
+    from transformers.utils.peft_utils import find_adapter_config_file
 
     disable_progress_bar()
     part = "tokenizer"
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **file)
         part = "model"
+        if find_adapter_config_file(source):
+            from peft import AutoPeftModelForCausalLM
+
+            options = dict(is_trainable=True, dtype=dtype, trust_remote_code=False)
+            with ONE_THREAD, warnings.catch_warnings():
+                warnings.filterwarnings("error", r"(?s).*missing adapter keys.*\.lora_")
+                return AutoPeftModelForCausalLM.from_pretrained(source, **options), tokenizer
         with ONE_THREAD:  # transformers replaces functions of its own meanwhile
             model, found = AutoModelForCausalLM.from_pretrained(
                 source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **file
             )
         if found["missing_keys"]:
             raise ValueError(f"its file lacks {min(found['missing_keys'])}")
-        for layer in model.modules():  # of a folder with an adapter, which is trained on
-            if type(layer).__module__.startswith("peft.") and hasattr(layer, "set_adapter"):
-                layer.set_adapter(layer.active_adapter)
         return model, tokenizer
     except Exception as e:  # a damaged file raises whatever its reader does not expect
         where = str(Path(source, file["gguf_file"])) if "gguf_file" in file else source
@@ -363,9 +368,9 @@ def merge_lora(
     model: nn.Module,  # with adapters
 ) -> nn.Module:  # a copy without them
     "The plain model with all that was trained in its weights; a ValueError if its logits would differ."
-    plain = copy.deepcopy(model)
-    _untie(plain)
     try:
+        plain = copy.deepcopy(model)
+        _untie(plain)
         _merge_layers(plain)
     except (RuntimeError, NotImplementedError) as e:
         raise ValueError(f"{e} {_KEEP}") from None
@@ -435,7 +440,7 @@ def _write_adapter(model: nn.Module, path: str | Path):
     if len(found) != 1 or len(names := found.pop()) != 1:
         raise ValueError("Several adapters are active: activate one, model.set_adapter(name).")
     config = copy.copy(model.peft_config[names[0]])
-    if str(config.init_lora_weights).startswith("pissa_niter"):
+    if str(getattr(config, "init_lora_weights", "")).startswith("pissa_niter"):
         said = (
             "pissa_niter changed the model's weights at random, and an adapter does not hold them"
         )
