@@ -7,14 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_nb.all import GroupCollector, Rollout, Task, TasksetScheduler, data_path
 from grpo_nb.cli import main
-from grpo_nb.collector import GroupCollector
-from grpo_nb.core import Rollout
 from grpo_nb.filter_groups import FilterGroupsConfig
 from grpo_nb.lab.record import Run as LoggedRun
-from grpo_nb.scheduler import TasksetScheduler
 from grpo_nb.selectors import SELECTORS, TaskSelectorConfig
-from grpo_nb.tasks import Task, data_path
 
 SIZES = {"easy": 17, "middle": 40, "hard": 9}
 STEPS, BATCH, SAMPLES = 40, 4, 4

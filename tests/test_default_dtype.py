@@ -8,14 +8,8 @@ from resumed import every
 from test_diffusion import SAMPLERS, make
 from test_diffusion import TASKS as MOTIONS
 
-from grpo_nb.advantages import ADVANTAGES
-from grpo_nb.core import seeded
-from grpo_nb.filter_groups import RULES
+from grpo_nb.all import ADVANTAGES, GRPO, RULES, SELECTORS, Taskset, TokenPolicy, data_path, seeded
 from grpo_nb.losses import KL_KINDS, POLICY_LOSSES
-from grpo_nb.policies.tokens import TokenPolicy
-from grpo_nb.selectors import SELECTORS
-from grpo_nb.tasks import Taskset, data_path
-from grpo_nb.trainer import GRPO
 from grpo_nb.update import UpdateConfig, update
 
 TASKS = Taskset.load(data_path("tasks/middle_dev.jsonl"))

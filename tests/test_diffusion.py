@@ -10,16 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from grpo_nb.all import GRPO, DiffusionPolicy, GRPOConfig, Task, build_config, seeded
 from grpo_nb.applications.motion import _new_model, motion_config, reach, reach_policy, reach_tasks
-from grpo_nb.config import build_config
-from grpo_nb.core import seeded
-from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.lab.session import sample_table
 from grpo_nb.metrics import _completion_metrics
-from grpo_nb.policies.diffusion import DiffusionPolicy
 from grpo_nb.policies.samplers import ddim_sampler, ddpm_sampler, flow_sampler
-from grpo_nb.tasks import Task
-from grpo_nb.trainer import GRPO
 from grpo_nb.update import check_on_policy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "studies"))

@@ -10,14 +10,9 @@ import pytest
 import torch
 from resumed import check_resume, every, is_timing
 
-from grpo_nb.advantages import ADVANTAGES
-from grpo_nb.core import Rollout, seeded
-from grpo_nb.lab.recipe import GRPOConfig
+from grpo_nb.all import ADVANTAGES, GRPO, GRPOConfig, Rollout, TokenPolicy, data_path, seeded
 from grpo_nb.losses import AGGREGATIONS
-from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.processes import place
-from grpo_nb.tasks import data_path
-from grpo_nb.trainer import GRPO
 
 
 class Table:

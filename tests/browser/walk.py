@@ -77,14 +77,10 @@ def walk_docs(browser, shots: Path):
     (shots / "docs_wrong.txt").write_text("\n".join([*wrong, *outside]))
     check(not outside, "no request leaves the disk")
     assert not wrong, "\n".join(wrong[:40])
-    for what in (
-        "contrast of text 4.5 or more",
-        "formulas whole",
-        "every link leads somewhere",
-        "every picture shown and described",
-        "code fits at 1300 px",
-        "the first page shows a picture at once",
-    ):
+    found = "contrast of text 4.5 or more, formulas whole, every link leads somewhere, "
+    found += "every picture shown and described, code fits at 1300 px, "
+    found += "the first page shows a picture at once"
+    for what in found.split(", "):
         check(True, f"{len(list(SITE.rglob('*.html')))} pages, light and dark: {what}")
 
 
@@ -152,9 +148,8 @@ def notebook(path: Path, *cells: str):
     empty = {"cell_type": "code", "metadata": {}, "execution_count": None, "outputs": []}
     body = [{**empty, "id": f"c{i}", "source": c} for i, c in enumerate(cells)]
     about = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    path.write_text(
-        json.dumps({"cells": body, "metadata": about, "nbformat": 4, "nbformat_minor": 5})
-    )
+    kind = {"metadata": about, "nbformat": 4, "nbformat_minor": 5}
+    path.write_text(json.dumps({"cells": body} | kind))
 
 
 def fresh(source: Path, to: Path):
@@ -226,6 +221,11 @@ class Lab:
                 time.sleep(0.5)
         raise AssertionError(f"cell {i} does not start")
 
+    def finish(self, *cells: int):
+        for i in cells:
+            self.run(i)
+            self.done(i)
+
     def prompt(self, i: int) -> str:
         return self.cell(i).locator(".jp-InputPrompt").first.inner_text()
 
@@ -267,10 +267,9 @@ class Lab:
 
     def errors(self) -> list[str]:
         "Errors and warnings that the cells show."
-        said = self.page.locator(
-            "[data-mime-type='application/vnd.jupyter.error'], [data-mime-type='application/vnd.jupyter.stderr']"
-        )
-        return [x.strip()[-300:] for x in said.all_inner_texts() if x.strip()]
+        kinds = (f"[data-mime-type='application/vnd.jupyter.{k}']" for k in ("error", "stderr"))
+        said = self.page.locator(", ".join(kinds)).all_inner_texts()
+        return [x.strip()[-300:] for x in said if x.strip()]
 
 
 LIVE = """() => [...document.querySelectorAll(".jp-CodeCell")].filter((c) =>
@@ -317,48 +316,45 @@ trainer = GRPO.from_config(load_config(data_path("recipes/quickstart.yaml"), opt
 )
 
 
+def fit_until_a_plot(lab: Lab):
+    lab.run(1)
+    lab.wait(lambda: "*" in lab.prompt(1) and lab.pictures(1), "a live plot")
+
+
+def stop(lab: Lab) -> int:
+    "The stop button; the step where the training stands."
+    lab.page.locator("[data-command='notebook:interrupt-kernel']").first.click()
+    lab.done(1)
+    lab.finish(2)
+    return int(lab.text(2).split()[2])
+
+
 def by_hand(page: Page, address: str, shots: Path):
     "Stop a training, go on, restart the kernel, go on again; plots of ours leave those of others alone."
     lab = Lab(page, address, "own.ipynb")
-    lab.run(0)
-    lab.done(0)
-    lab.run(1)
-    lab.wait(lambda: "*" in lab.prompt(1) and lab.pictures(1), "a live plot")
+    lab.finish(0)
+    fit_until_a_plot(lab)
     page.screenshot(path=shots / "lab_own_live.png")
     check(True, "the live plot is seen while fit runs")
-    page.locator("[data-command='notebook:interrupt-kernel']").first.click()
-    lab.done(1)
-    lab.run(2)
-    lab.done(2)
-    first = int(lab.text(2).split()[2])
+    first = stop(lab)
     page.screenshot(path=shots / "lab_own_stopped.png")
     check(0 < first < 24, "the stop button ends fit after a whole step")
-    lab.run(1)
-    lab.wait(lambda: "*" in lab.prompt(1) and lab.pictures(1), "a live plot")
+    fit_until_a_plot(lab)
     time.sleep(3)
-    page.locator("[data-command='notebook:interrupt-kernel']").first.click()
-    lab.done(1)
-    lab.run(2)
-    lab.done(2)
-    second = int(lab.text(2).split()[2])
+    second = stop(lab)
     check(first < second < 24, "the next fit goes on from there")
     page.locator("[data-command='notebook:restart-kernel']").first.click()
     page.locator(".jp-Dialog .jp-mod-accept").click()
     lab.wait(lambda: page.locator(".jp-Dialog").count() == 0, "the dialog goes", 30)
-    lab.run(0)
-    lab.done(0)
+    lab.finish(0)
     for i, what in ((3, "run.plot(); shows a picture"), (4, "and a later plt.plot still shows")):
-        lab.run(i)
-        lab.done(i)
+        lab.finish(i)
         lab.cell(i).locator(".jp-OutputArea img").first.wait_for(timeout=20_000)
         check(True, what)
     page.screenshot(path=shots / "lab_own_plots.png")
-    for i in (1, 2, 5, 6):
-        lab.run(i)
-        lab.done(i)
-    check(
-        f"[{second}.0]" in lab.text(6), "a restarted kernel goes on from the step where it stopped"
-    )
+    lab.finish(1, 2, 5, 6)
+    went_on = f"[{second}.0]" in lab.text(6)
+    check(went_on, "a restarted kernel goes on from the step where it stopped")
     check(lab.text(2).startswith("stands at 24 of 24"), "and trains to the end")
     check(lab.cell(5).locator("table").count() == 1, "a trainer is shown as a table")
     page.screenshot(path=shots / "lab_own_end.png")
