@@ -32,8 +32,8 @@ from grpo_nb.config import (
     Share,
     _fit_options,
 )
-from .core import Groups, GroupStats, Registry, Rollout, _as_written, group_stats
-from .core import weighted_sum
+from .core import Groups, GroupStats, Registry, Rollout, _as_mask, _as_written
+from .core import group_stats, weighted_sum
 
 # %% ../nbs/method/01_advantages.ipynb #f2e55959
 @dataclass
@@ -112,7 +112,7 @@ def grouped_rewards(
         raise ValueError(f"{n} rewards for {len(groups)} group ids: both need one per sample.")
     ok = torch.ones(n, k, dtype=torch.bool, device=x.device)
     if mask_NK is not None:
-        mask = torch.as_tensor(mask_NK, device=x.device).bool()
+        mask = _as_mask(torch.as_tensor(mask_NK, device=x.device))
         if mask.shape not in ((n,), (n, 1), (n, k)):
             raise ValueError(f"mask_NK must be ({n},) or ({n}, {k}), got {tuple(mask.shape)}.")
         ok = (mask[:, None] if mask.ndim == 1 else mask).expand(n, k)
@@ -656,7 +656,7 @@ def _run(
         group_N = r.groups.index_N
     ok = r.ok_NK[:, 0] if r.flat else r.ok_NK
     values = torch.where(
-        ok, ADVANTAGES.call(c.mode, ok.shape, x, group_N, **keys).to(ok.device), 0.0
+        ok, ADVANTAGES.call(c.mode, ok.shape, x.clone(), group_N, **keys).to(ok.device), 0.0
     )
     if not values.isfinite().all():
         at = (~values.isfinite()).nonzero()[0].tolist()

@@ -159,6 +159,15 @@ def weighted_sum(
     return torch.where(said - lowest(said) <= 1e-15 * len(used) * size, lowest(total), total)
 
 # %% ../nbs/method/00_core.ipynb #2cff6958
+def _as_mask(mask: Tensor) -> Tensor:
+    "A mask as booleans; other numbers than 0 and 1 are refused."
+    if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(
+            f"A mask must be of 0 and 1, got {mask.dtype} {mask.flatten()[:4].tolist()}."
+        )
+    return mask.bool()
+
+
 def masked_sum(
     x: Tensor,  # values
     mask: Tensor,  # same shape (or broadcastable), True/1 = counts
@@ -324,10 +333,7 @@ class Rollout:
                     raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)} {x.dtype}.")
         if self.group_N.is_floating_point():
             raise ValueError(f"group_N must be (N,) integers, got {self.group_N.dtype}.")
-        mask = self.mask_NS
-        if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
-            raise ValueError(f"mask_NS must be (N, S) of 0 and 1, got {self.mask_NS.dtype}.")
-        self.mask_NS = self.mask_NS.bool()
+        self.mask_NS = _as_mask(self.mask_NS)
         for name, value in self.columns().items():
             if len(value) != len(self):
                 raise ValueError(f"{name} has {len(value)} entries for {len(self)} samples.")

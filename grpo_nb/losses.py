@@ -31,7 +31,7 @@ from grpo_nb.config import (
     number_in,
     one_of,
 )
-from .core import Registry, masked_mean, masked_sum
+from .core import Registry, _as_mask, masked_mean, masked_sum
 
 # %% ../nbs/method/01_losses.ipynb #af899114
 POLICY_LOSSES = Registry("policy loss")
@@ -628,8 +628,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Metric]]:  # scalar to call backward on; detached metrics for `report`
     "Loss of one micro-batch; over those of a minibatch losses and metrics add up exactly."
     config = build_config(LossConfig, config)
-    mask_NS = mask_NS.bool()
-    kl_mask_NS = mask_NS if kl_mask_NS is None else kl_mask_NS.bool()
+    mask_NS = _as_mask(mask_NS)
+    kl_mask_NS = mask_NS if kl_mask_NS is None else _as_mask(kl_mask_NS)
     if counts is None:
         counts = minibatch_counts(mask_NS, kl_mask_NS, config.count_empty)
     old_logp_NS = logp_NS.detach() if old_logp_NS is None else old_logp_NS

@@ -10,6 +10,7 @@ import hashlib
 import json
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,10 +215,15 @@ def _check_prompt(value: Any) -> str | list[dict]:
     "A prompt as it is, a chat as new dicts; a ValueError for anything else."
     bare = lambda x: x.tolist() if hasattr(x, "tolist") else x  # of pandas
     value = bare(value)
+    if isinstance(value, str) and re.match(r"""\s*\[?\s*\{\s*['"]role['"]\s*:""", value):
+        raise ValueError(
+            f"{value!r:.40} is a conversation as text: make it a list, prompt=lambda row: json.loads(row[name])."
+        )
     if isinstance(value, str) and value:
         return value
     listed = isinstance(value, (list, tuple)) and len(value)
-    if listed and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in value):
+    message = lambda m: isinstance(m, Mapping) and "content" in m and isinstance(m.get("role"), str)
+    if listed and all(map(message, value)):
         value = [dict(m) | {"content": bare(m["content"])} for m in value]
         contents = [m["content"] for m in value if "tool_calls" not in m]  # beside those it is null
         if all(isinstance(x, (str, list, tuple)) for x in contents):
