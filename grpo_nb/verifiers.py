@@ -52,10 +52,15 @@ def _after_marker(text: str, marker: str) -> str | None:
     return tail.split("\n", 1)[0].strip() if found else None
 
 
+_THOUGHT = re.compile(r"<(/?)(?:think(?:ing)?|thoughts?|reasoning)>")
+
+
 def _said(text: str, asked: str = "") -> str:
     "What stands behind the thoughts, if these are not asked for; nothing if the last one is not closed."
-    after = text.rpartition("</think>")[2]
-    return text if "think" in asked else "" if "<think>" in after else after
+    marks = [*_THOUGHT.finditer(text)]
+    if not marks or re.search("think|thought|reason", asked):
+        return text
+    return text[marks[-1].end() :] if marks[-1][1] else ""
 
 # %% ../nbs/method/02_verifiers.ipynb #58834233
 def _filled(who: str, **options: str) -> None:
@@ -292,7 +297,7 @@ def exact_answer(
 
 # %% ../nbs/method/02_verifiers.ipynb #94a302bd
 _DENIED = re.compile(  # in the last clause: a bound or a denial is no answer
-    r"(?i)(?:\b(?:not|cannot|never|might|may|could|maybe|perhaps|than|least|most|except|wrong|incorrect|false)\b|n['’]t\b)(?:[^.,;:!?]|[.,]\d)*\.?$"
+    r"(?i)(?:\b(?:not|cannot|never|might|may|could|maybe|perhaps|than|least|most|except|wrong|incorrect|false)\b|n['’]t\b):?(?:[^.,;:!?]|[.,]\d)*\.?$"
 )
 _ANNOUNCED = re.compile(  # before the answer of a sentence
     r"(?i)\b(?:is|are|was|be|answer|result|total|gets?|gives?|giving|makes?|takes?|took|has|have|leaves?|therefore|thus|hence|so"
