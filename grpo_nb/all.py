@@ -25,7 +25,7 @@ from .reward_runner import RewardConfig, RewardRunner
 from .rewards import REWARDS, RewardSpec, reward_function
 from .scheduler import EXPERIENCE_OPERATORS, TasksetScheduler
 from .selectors import SELECTORS, BaseSelector, TaskSelectorConfig
-from .statistics import t_interval
+from .evaluate import t_interval
 from .tasks import Task, Taskset, data_path
 from .trainer import GRPO
 from .update import KLStop, UpdateConfig, check_on_policy, update

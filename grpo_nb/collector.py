@@ -65,7 +65,6 @@ class GroupCollector:
         train_batch_size: int,  # B: groups of a full batch
         num_generations: int | None = None,  # G, checked early if known
         advantage: AdvantageConfig | Mapping | None = None,  # how rewards count in training
-        on_rewarded: Callable[[Rollout], Any] | None = None,  # sees every group, dropped ones too
         make_task: Callable | None = None,  # builds a task again when state is loaded
     ):
         if num_generations == 1:
@@ -77,7 +76,6 @@ class GroupCollector:
         self.train_batch_size = check_number("train_batch_size", train_batch_size, 1, whole=True)
         self.full_size = config.gen_batch_size or train_batch_size
         self.advantage = build_config(AdvantageConfig, advantage)
-        self.on_rewarded = on_rewarded
         self.make_task = make_task
         self.status = "closed"  # "closed", "open", "full" or "cap"
         self.held: list[Rollout] = []  # kept groups of this step
@@ -335,8 +333,6 @@ def add(self: GroupCollector, rollout: Rollout):
         self._hold(rollout[decision.keep_N])
     self._settle()
     self._log_batch(rollout, decision.num_kept)
-    if self.on_rewarded is not None:
-        self.on_rewarded(rollout)
 
 # %% ../nbs/method/02_collector.ipynb #d2c32479
 @patch
@@ -505,7 +501,6 @@ def state_dict(self: GroupCollector) -> dict:  # {"json": ..., "tensors": {name:
 def load_state_dict(
     self: GroupCollector,
     state: Mapping,  # from `state_dict`
-    device: Any = None,  # where tensors go; None = as stored
 ):
     "Continue exactly where the state was taken."
     told = copy.deepcopy(state["json"])
@@ -517,4 +512,4 @@ def load_state_dict(
         setattr(self, name, told[name])
     for name in _ROLLOUTS:
         parts = [{"json": part, "tensors": state["tensors"]} for part in told[name]]
-        setattr(self, name, [rollout_from_state(p, device, self.make_task) for p in parts])
+        setattr(self, name, [rollout_from_state(p, self.make_task) for p in parts])

@@ -62,7 +62,7 @@ def _check_options(kind: type, options: Iterable[str]) -> None:
         one_of(f"option of {kind.__name__}", name, known)
 
 
-def check_call(f: Any, where: str, arguments: Sequence[str]) -> None:
+def check_call(f: Any, where: str, arguments: Sequence[str], keywords: Sequence[str] = ()) -> None:
     "Refuse a function that these arguments do not fit."
     if not callable(f):
         raise ValueError(f"{where} must be a method, got {f!r}.")
@@ -71,11 +71,10 @@ def check_call(f: Any, where: str, arguments: Sequence[str]) -> None:
     except (ValueError, TypeError):  # some built-in functions do not tell
         return
     try:
-        signature.bind(*arguments)
+        signature.bind(*arguments, **dict.fromkeys(keywords))
     except TypeError as e:
-        raise ValueError(
-            f"{where} is called with ({', '.join(arguments)}), but takes {signature}: {e}."
-        ) from None
+        given = ", ".join([*arguments, *(f"{k}=" for k in keywords)])
+        raise ValueError(f"{where} is called with ({given}), but takes {signature}: {e}.") from None
 
 # %% ../nbs/ground/00_config.ipynb #13a8ddca
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ __all__ = ['ONE_THREAD', 'Groups', 'GroupStats', 'group_stats', 'weighted_sum', 
 # %% ../nbs/method/00_core.ipynb #d55f1d33
 import contextlib
 import hashlib
-import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -21,7 +20,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .config import check_number, unknown_name
+from .config import check_call, check_number, unknown_name
 from .files import pack, unpack
 from .processes import _gather_results, place, share
 
@@ -248,13 +247,7 @@ def call(
 ) -> Tensor:
     "Call a component that answers with numbers; one that takes or answers something else is a ValueError."
     name, f = self.resolve(given)
-    try:
-        inspect.signature(f).bind(*args, **keys)
-    except TypeError as e:
-        kinds = ", ".join([type(x).__name__ for x in args] + [f"{k}=" for k in keys])
-        raise ValueError(
-            f"The {self.kind} {name!r} is called with ({kinds}), but takes {inspect.signature(f)}: {e}."
-        ) from None
+    check_call(f, f"The {self.kind} {name!r}", [type(x).__name__ for x in args], keys)
     answer = f(*args, **keys)
     try:
         x = torch.as_tensor(answer)
@@ -518,13 +511,12 @@ def rollout_to_state(
 # %% ../nbs/method/00_core.ipynb #9b044bf4
 def rollout_from_state(
     state: Mapping,  # from `rollout_to_state`
-    device: Any = None,  # where tensors go; None = as stored
     make_task: Callable | None = None,  # builds a task of prompt, columns, taskset_id, index
 ) -> Rollout:
     "The rollout that `rollout_to_state` stored, bit for bit."
     if odd := set(state["json"]) ^ {f.name for f in fields(Rollout)}:
         raise ValueError(f"The stored rollout and this version differ in the fields {sorted(odd)}.")
-    stored = {k: unpack(v, state["tensors"], device, make_task) for k, v in state["json"].items()}
+    stored = {k: unpack(v, state["tensors"], make_task) for k, v in state["json"].items()}
     return Rollout(**stored)
 
 # %% ../nbs/method/00_core.ipynb #8e9795fb

@@ -18,7 +18,7 @@ from .files import write_atomic
 from .lab.plots import COLORS, make_figure
 from .lab.report import _embed, _write_page
 from .lab.study import Study
-from .statistics import t_interval
+from .evaluate import t_interval
 from .tasks import Task
 from .trainer import GRPO
 

@@ -448,7 +448,6 @@ def _pack_array(value: Tensor | np.ndarray | np.generic, name: str, tensors: dic
 def unpack(
     value: Any,  # from `pack`
     tensors: Mapping[str, Tensor],  # the tensors it put aside
-    device: Any = None,  # where tensors go; None = as stored
     make_task: Callable | None = None,  # builds a task of prompt, columns, taskset_id, index
 ) -> Any:
     "The value that `pack` described."
@@ -456,13 +455,13 @@ def unpack(
         return value
 
     def again(v):
-        return unpack(v, tensors, device, make_task)
+        return unpack(v, tensors, make_task)
 
     (kind, body), *more = value.items()
     if kind == "float":
         return float(body)
     if kind == "tensor":
-        return tensors[body].to(device) if device is not None else tensors[body].clone()
+        return tensors[body].clone()
     if kind == "array":
         return tensors[body].cpu().numpy().copy()
     if kind == "objects":

@@ -23,8 +23,7 @@ from .config import check_number, one_of, unknown_name
 from .core import Registry, Rollout, group_stats
 from .rewards import passing_rewards, sample_scores
 from .selectors import BaseSelector, _check_chosen, make_selector
-from .shares import _make_shares
-from .stream import StreamConfig, TaskStream, open_tasks
+from .stream import StreamConfig, TaskStream, _make_shares, open_tasks
 from .tasks import Task, Taskset
 
 # %% ../nbs/method/03_scheduler.ipynb #2e8e362d

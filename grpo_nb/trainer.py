@@ -22,7 +22,6 @@ from torch import Tensor
 
 from .advantages import AdvantageConfig, compute_advantages, spread_to_tokens
 from .advantages import _as_trained, _check_keys, _warn_cancelled_scales, weights_by_name
-from .callbacks import EndOfTasks, Paused, check_callbacks, _method_at, _tells_errors
 from .collector import GroupCollector
 from .config import Count, Natural, NonNegative, Positive, check_number, config_tree
 from .config import configuration, given_keys, one_of, override, _check_options
@@ -32,6 +31,7 @@ from .evaluate import evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig, _check_metrics, _warn_of_shaping
 from .losses import aggregate, kl_penalty
 from .metrics import Counters, History, _completion_metrics, merge_rows, peak_memory_mb
+from .metrics import EndOfTasks, Paused, check_callbacks, _method_at, _tells_errors
 from .optimizer import OptimizerConfig, learning_rate, make_optimizer
 from .processes import _as_held, _copy_first, gather, join_processes, place, say, whole
 from .ranking import _check_layouts
@@ -89,7 +89,7 @@ class GRPO:
         config, start = self.config, time.perf_counter()
 
         # tasks, samples, rewards; with filter groups until enough groups vary
-        rollout = batch if isinstance(batch, Rollout) else self.draw(batch)
+        rollout = batch if isinstance(batch, Rollout) else self.collect(batch)
         if rollout is None:  # every group was filtered
             return self.skip_step(start, record)
         advantages, metrics = self.advantages(rollout)
@@ -114,11 +114,12 @@ class GRPO:
 
 # %% ../nbs/method/04_trainer.ipynb #a9371c5e
 @patch
-def draw(
+@_tells_errors
+def collect(
     self: GRPO,
     tasks: list | None = None,  # default: the next ones of the stream, filtered if so configured
 ) -> Rollout | None:  # with rewards; None if filtering left nothing to train on
-    "The samples of one step."
+    "The samples of one step, to look at or to train on with `step(rollout)`."
     self.notify("on_batch_start")
     if self.collector is not None and tasks is None:
         return self._fill_batch()
@@ -126,7 +127,6 @@ def draw(
     if rollout is None:
         raise EndOfTasks(self.stream)
     rollout = self.reward(rollout)
-    self._tell_stream(rollout)
     if self.collector is None:
         named = self.config.filter_groups.metrics
         weights = dict(zip(rollout.reward_names, self.weights))
@@ -138,24 +138,19 @@ def draw(
 @patch
 def _fill_batch(self: GRPO) -> Rollout | None:
     "Generation batches until enough groups vary."
-    found = self.collector.collect(
-        self.sample, self.reward, self.policy_version, on_batch=self._between_batches
-    )
+
+    def on_batch(collector) -> bool:  # a good moment to save, or, with True, to pause
+        if collector.status == "open":
+            self.notify("on_batch_start")
+        return collector.status == "open" and not self._agree()
+
+    found = self.collector.collect(self.sample, self.reward, self.policy_version, on_batch)
     if found.outcome == "paused":
         raise Paused
     self.batch_rows["filter"] = found.metrics
     if found.outcome == "end":
         raise EndOfTasks(self.stream)
     return found.rollout
-
-# %% ../nbs/method/04_trainer.ipynb #4b0aa301
-@patch
-def _between_batches(self: GRPO, collector: GroupCollector) -> bool:  # True: pause here
-    "A good moment to save or to stop."
-    if collector.status != "open":
-        return False
-    self.notify("on_batch_start")
-    return not self._agree()
 
 # %% ../nbs/method/04_trainer.ipynb #56360ff1
 @patch
@@ -225,7 +220,7 @@ def reward(
     self: GRPO,
     rollout: Rollout,  # samples
 ) -> Rollout:  # the same with rewards
-    "Reward a batch."
+    "Reward a batch, and tell the stream how its tasks went, before a filter drops any."
     epoch = getattr(self.stream, "epoch", 0.0)
     state = {"global_step": self.step_done, "max_steps": self.config.steps, "epoch": epoch}
     self.rewards.trainer_state = state  # for functions that ask for it
@@ -233,12 +228,13 @@ def reward(
         rollout = in_shares(self.rewards, rollout)
     self.counters.add(reward_calls=len(rollout) * len(rollout.reward_names))
     self.batch_rows["reward"].append(merge_rows(gather(self.rewards.metrics())))
+    self._tell_stream(rollout)
     return rollout
 
 # %% ../nbs/method/04_trainer.ipynb #e972ca10
 @patch
 def _tell_stream(self: GRPO, rollout: Rollout):
-    "Tell the stream how its tasks went, also those that a filter drops; tasks from elsewhere teach a selector nothing."
+    "Tell the stream how its tasks went; tasks from elsewhere teach a selector nothing."
     own = getattr(self.stream, "ids", None)
     if own is not None and any(getattr(t, "taskset_id", None) not in own for t in rollout.tasks):
         return
@@ -249,16 +245,6 @@ def _tell_stream(self: GRPO, rollout: Rollout):
         self.batch_rows["selection"].append(numbers)
     elif hasattr(self.stream, "feedback"):
         self.stream.feedback(rollout)
-
-# %% ../nbs/method/04_trainer.ipynb #da562a7a
-@patch
-@_tells_errors
-def collect(
-    self: GRPO,
-    tasks: list | None = None,  # default: the next ones of the stream, filtered if so configured
-) -> Rollout | None:  # with rewards; None if filtering left nothing to train on
-    "The samples of one step, to look at or to train on with `step(rollout)`."
-    return self.draw(tasks)
 
 # %% ../nbs/method/04_trainer.ipynb #e712132e
 @patch(as_prop=True)
@@ -420,7 +406,7 @@ def __init__(
     config: TrainerConfig | Mapping | None = None,  # or {"key.sub": value}
     eval_tasks=None,  # held-out tasks, or {name: tasks}
     reference: Policy | None = None,  # for KL terms; default: a frozen copy, if needed
-    callbacks: Sequence = (),  # functions f(trainer, row), or objects, see `callbacks`
+    callbacks: Sequence = (),  # functions f(trainer, row), or objects, see `metrics.HOOKS`
     opened: Sequence[str] = (),  # of these, what the configuration itself has named
     **unknown,  # refused
 ):
@@ -529,7 +515,7 @@ def _open_eval_tasks(tasks: Any, config: TrainerConfig) -> Any:
 def _make_collector(self: GRPO) -> GroupCollector:
     "What fills batches with groups that vary."
     c = self.config
-    more = dict(advantage=c.advantage, on_rewarded=self._tell_stream, make_task=Task)
+    more = dict(advantage=c.advantage, make_task=Task)
     return GroupCollector(c.filter_groups, c.train_batch_size, c.num_generations, **more)
 
 # %% ../nbs/method/04_trainer.ipynb #90cf4aeb
@@ -689,18 +675,12 @@ def evaluate(
 ) -> Scores:
     "Scores on held-out tasks, see `evaluate`; the same seed every time."
     c = self.config
-    found = evaluate_policy(
-        self.policy,
-        self.eval_tasks if tasks is None else _open_eval_tasks(tasks, c),
-        self.rewards,
-        c.eval.samples if samples is None else samples,
-        c.eval.greedy,
-        c.eval.limit,
-        k,
-        self.weights,
-        self.passed,
-        c.seed,
-    )
+    how = c.eval
+    if samples is not None:
+        samples = check_number("evaluate(samples)", samples, 0, whole=True)
+        how = dataclasses.replace(how, samples=samples)
+    tasks = self.eval_tasks if tasks is None else _open_eval_tasks(tasks, c)
+    found = evaluate_policy(self.policy, tasks, self.rewards, how, k, self.weights, c.seed)
     self.notify("on_evaluate", found)
     return found
 

@@ -65,9 +65,7 @@ class Run:
         options = {"surplus": "carry", "max_staleness": 1, "sizing": "adaptive"} | options
         options = {"max_num_gen_batches": 3, "on_cap": "train_partial"} | options
         config = FilterGroupsConfig(enable=True, metric="correct", log_format=None, **options)
-        self.collector = GroupCollector(
-            config, BATCH, SAMPLES, on_rewarded=self.scheduler.observe, make_task=Task
-        )
+        self.collector = GroupCollector(config, BATCH, SAMPLES, make_task=Task)
         self.skill, self.rng, self.stream = -1.0, np.random.default_rng(5), []
         if state is not None:
             state = pickle.loads(state)
@@ -101,7 +99,9 @@ class Run:
         each, group_N = [t for t in tasks for _ in range(SAMPLES)], torch.arange(n) // SAMPLES
         bare = Rollout(group_N, each, {}, torch.ones(n, 1).bool(), torch.zeros(n, 1))
         rewards_NR = torch.tensor(solved.reshape(n, 1), dtype=torch.float32)
-        self.collector.add(bare.replace(rewards_NR=rewards_NR, reward_names=("correct",)))
+        rewarded = bare.replace(rewards_NR=rewards_NR, reward_names=("correct",))
+        self.scheduler.observe(rewarded)
+        self.collector.add(rewarded)
 
     @property
     def steps(self):

@@ -387,7 +387,7 @@ def test_a_recipe_reads_nothing_of_the_environment(text, tmp_path, monkeypatch):
 
 BAD = {
     "too long": ({"prompt": "<bos>" + "1+" * 99}, "exceed the model's 128 positions"),
-    "half a character": ({"prompt": "1\ud83d"}, "half a character"),
+    "half a character": ({"prompt": "1\ud83d"}, "Half a character"),
     "no tokens": ({"prompt": "\u00e9"}, "has no tokens"),
     "no answer": ({"answer": " "}, "holds no answer"),
     "another kind": ({"answer": {"v": 2}}, r"column 'answer' holds \{'v': 2\} \(dict\)"),

@@ -16,7 +16,7 @@ from grpo_nb.core import Rollout
 from grpo_nb.lab.recipe import GRPOConfig, open_stream
 from grpo_nb.scheduler import SELECTOR_METRIC, PassRateCalculator, TasksetScheduler
 from grpo_nb.selectors import TaskSelectorConfig
-from grpo_nb.shares import Shares, _make_shares
+from grpo_nb.stream import Shares, _make_shares
 from grpo_nb.tasks import Task
 
 pytestmark = pytest.mark.filterwarnings("ignore:difficulty_based with tau")

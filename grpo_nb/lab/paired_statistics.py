@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from ..statistics import t_interval
+from ..evaluate import t_interval
 
 # %% ../../nbs/lab/03_paired_statistics.ipynb #379d2788
 def _joint_level(level: float, arms: int) -> float:

@@ -22,7 +22,7 @@ from .budgets import _to_budget
 from .paired_statistics import detectable, improvement, _joint_level, verdict
 from .plots import COLORS, _label_of, make_figure, _show_in_cell
 from .study import MEAN, Study, _check_metric, _final_score, held_out, _is_lower, _listed
-from ..statistics import t_interval, two_way_interval
+from ..evaluate import t_interval, two_way_interval
 
 # %% ../../nbs/lab/05_report.ipynb #fee9fb37
 @patch

@@ -43,14 +43,12 @@ from .budgets import Budget, Samples, Steps, _to_budget
 from .frames import flat_keys
 from .recipe import GRPOConfig, load_config, _openers
 from .record import _read_tree
-from ..metrics import COUNTERS
+from ..metrics import COUNTERS, Paused
 from .session import CheckpointConfig, _function_name, functions_in
 from .study import MEAN, _UnknownMetric, _check_metric
 from ..advantages import weights_by_name
-from ..callbacks import Paused
 from ..evaluate import evaluate as evaluate_policy
 from ..reward_runner import RewardRunner
-from ..rewards import passing_rewards
 from ..trainer import GRPO, _open_eval_tasks
 
 # %% ../../nbs/lab/06_runs.ipynb #1b6aea24
@@ -260,11 +258,10 @@ def _judge(trainer, base: GRPOConfig, overrides: Mapping[str, Any]) -> Callable[
         )
     if not any(map(REWARD_KEYS.match, overrides)):
         return trainer.evaluate
-    seed, e = trainer.config.seed, base.eval
+    seed = trainer.config.seed
     rewards = RewardRunner(_openers(base)["rewards"](), config=replace(base.rewards.run, seed=seed))
     weights = weights_by_name(base.advantage.weights, rewards.components)
-    passed = passing_rewards(rewards.components, e.passed, weights)
-    how = e.samples, e.greedy, e.limit, (), weights, passed, seed
+    how = base.eval, (), weights, seed
     return lambda: evaluate_policy(trainer.policy, trainer.eval_tasks, rewards, *how)
 
 # %% ../../nbs/lab/06_runs.ipynb #e8fd0987

@@ -60,58 +60,54 @@ def draw(
     return token, logp.gather(-1, token[:, None])[:, 0], entropy
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #44a049e8
-def _head_logp(
-    hidden: Tensor,  # (T, D) last hidden states
-    weight: Tensor,  # (V, D) output layer
-    target: Tensor,  # (T,) token ids
-    bias: Tensor | None = None,  # (V,)
-    temperature: float = 1.0,
-    top_k: int = 0,  # 0 = all tokens
-    top_p: float = 1.0,  # 1 = all tokens
-    scale: float = 1.0,  # factor on the logits that some architectures have
-    cap: float | None = None,  # soft cap cap * tanh(logits / cap) that some architectures have
-    chunk: int | None = None,  # tokens per chunk; None: about 32 MB of logits
-    entropy: bool = False,  # give the entropy (nats) of each token's distribution as well
-) -> Tensor | tuple[Tensor, Tensor]:  # (T,) float32 (float64 for float64 input)
-    "Log-probability of each target token, through the output layer chunk by chunk; differentiable once."
-    chunk = chunk or max(16, 2**23 // len(weight))
-    shape = _Shape(temperature, top_k, top_p, scale, cap)
-    return _HeadLogp.apply(hidden, weight, bias, target, shape, chunk, entropy)
+class _Head(NamedTuple):
+    "The output layer, and the distribution that is made of its logits."
+
+    weight: Tensor  # (V, D)
+    bias: Tensor | None = None  # (V,)
+    scale: float = 1.0  # factor on the logits that some architectures have
+    cap: float | None = None  # soft cap cap * tanh(logits / cap) that some architectures have
+    temperature: float = 1.0
+    top_k: int = 0  # 0 = all tokens
+    top_p: float = 1.0  # 1 = all tokens
+
+    def __call__(self, hidden: Tensor) -> Tensor:  # (..., V) fp32
+        "Raw logits."
+        z = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias).float() * self.scale
+        return torch.tanh(z / self.cap) * self.cap if self.cap else z
+
+    def logp(self, hidden: Tensor, target: Tensor, chunk: int | None = None, entropy=False):
+        "Log-probability (T,) of each target token, with the entropy (nats) if asked, in float32 or more; by chunks of tokens, None: about 32 MB of logits; differentiable once."
+        chunk = chunk or max(16, 2**23 // len(self.weight))
+        return _HeadLogp.apply(hidden, self.weight, self.bias, target, self, chunk, entropy)
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #e5fa734b
-class _Shape(NamedTuple):
-    temperature: float
-    top_k: int
-    top_p: float
-    scale: float
-    cap: float | None
-
-
-def _chunks(hidden, weight, bias, target, shape: _Shape, chunk: int) -> Iterator[tuple]:
+def _chunks(hidden: Tensor, target: Tensor, head: _Head, chunk: int) -> Iterator[tuple]:
     "Place, hidden states, targets, shaped logits, and derivative of the soft cap of each chunk."
+    weight = head.weight
     same = hidden.dtype == weight.dtype and hidden.dtype in (torch.float32, torch.float64)
     space = hidden.new_empty((min(chunk, len(hidden)), len(weight))) if same else None
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
         h, y = hidden[part], target[part]
         z = torch.mm(h, weight.t(), out=space[: len(h)]) if same else h @ weight.t()
-        yield part, h, y, *_shaped(z, bias, y, shape)
+        yield part, h, y, *_shaped(z, y, head)
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #f40169aa
-def _shaped(z: Tensor, bias, y: Tensor, shape: _Shape) -> tuple[Tensor, Tensor | None]:
+def _shaped(z: Tensor, y: Tensor, head: _Head) -> tuple[Tensor, Tensor | None]:
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     slope = None
-    if bias is not None:
-        z += bias
-    if shape.scale != 1:
-        z *= shape.scale
-    if shape.cap:
-        soft = torch.tanh(z / shape.cap)
-        z = soft * shape.cap
+    if head.bias is not None:
+        z += head.bias
+    if head.scale != 1:
+        z *= head.scale
+    if head.cap:
+        soft = torch.tanh(z / head.cap)
+        z = soft * head.cap
         slope = 1 - soft * soft
-    if shape.top_k or shape.top_p < 1:
-        return _shape_logits(z, shape.temperature, shape.top_k, shape.top_p, keep=y), slope
-    return (z.div_(shape.temperature) if shape.temperature != 1 else z), slope
+    if head.top_k or head.top_p < 1:
+        return _shape_logits(z, *head[-3:], keep=y), slope
+    return (z.div_(head.temperature) if head.temperature != 1 else z), slope
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #4612641d
 FLOOR = -1000.0  # log-probs below have probability 0, also in float64; keeps 0 * log 0 at 0
@@ -145,20 +141,18 @@ def _chunk_backward(z, y, lse, entropy, grad, grad_entropy) -> Tensor:
 # %% ../../nbs/method/02_policies.decoding.ipynb #2100db50
 class _HeadLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, shape, chunk, with_entropy):
+    def forward(ctx, hidden, weight, bias, target, head, chunk, with_entropy):
         kind = torch.promote_types(hidden.dtype, torch.float32)
         lse = torch.empty(len(hidden), dtype=kind, device=hidden.device)
         logp = torch.empty_like(lse)
         entropy = torch.empty_like(lse) if with_entropy else None
-        chunks = _chunks(hidden, weight, bias, target, shape, chunk)
-        for part, _, y, z, _ in chunks:
+        for part, _, y, z, _ in _chunks(hidden, target, head, chunk):
             logp[part], lse[part], spread = _chunk_forward(z, y, with_entropy)
             if with_entropy:
                 entropy[part] = spread
         ctx.save_for_backward(hidden, weight, bias, target, lse, entropy)
-        ctx.shape = shape
-        ctx.chunk = chunk
-        return (logp, entropy) if with_entropy else logp
+        ctx.head, ctx.chunk = head, chunk
+        return (logp, entropy) if with_entropy else (logp,)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -168,9 +162,8 @@ class _HeadLogp(torch.autograd.Function):
         dh = torch.empty_like(hidden) if need_h else None
         dw = torch.zeros_like(weight, dtype=lse.dtype) if need_w else None
         db = torch.zeros_like(bias, dtype=lse.dtype) if need_b else None
-        factor = ctx.shape.scale / ctx.shape.temperature
-        chunks = _chunks(hidden, weight, bias, target, ctx.shape, ctx.chunk)
-        for part, h, y, z, slope in chunks:
+        factor = ctx.head.scale / ctx.head.temperature
+        for part, h, y, z, slope in _chunks(hidden, target, ctx.head, ctx.chunk):
             spread = (None, None) if entropy is None else (entropy[part], grad_entropy[part])
             d = _chunk_backward(z, y, lse[part], spread[0], grad[part], spread[1])
             if slope is not None:
@@ -186,17 +179,6 @@ class _HeadLogp(torch.autograd.Function):
         dw = None if dw is None else dw.to(weight.dtype)
         db = None if db is None else db.to(bias.dtype)
         return dh, dw, db, None, None, None, None
-
-# %% ../../nbs/method/02_policies.decoding.ipynb #0f9275c7
-class _Head(NamedTuple):
-    weight: Tensor
-    bias: Tensor | None
-    scale: float
-    cap: float | None
-
-    def __call__(self, hidden: Tensor) -> Tensor:  # (..., V) fp32
-        z = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias).float() * self.scale
-        return torch.tanh(z / self.cap) * self.cap if self.cap else z
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #4beb297c
 class Network:
@@ -283,6 +265,13 @@ def run(
     return hidden, (getattr(out, self.cache) if use_cache else None)
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #1df2808c
+def _is_plain(cache) -> bool:
+    from transformers.cache_utils import DynamicLayer
+
+    layers = getattr(cache, "layers", None)
+    return bool(layers) and all(type(x) is DynamicLayer for x in layers)
+
+
 @patch
 @torch.no_grad()
 def _check_causal(self: Network):
@@ -293,6 +282,7 @@ def _check_causal(self: Network):
     try:
         want = self.logits(self.run(ids, see[:1, 1:], at([[0, 1, 2, 3]]))[0])[0]
         hidden, cache = self.run(ids.roll(1), see[:1, :4], at([[0, 0, 1, 2]]), use_cache=True)
+        self.found["shares"] = _is_plain(cache)
         cache.reorder_cache(at([0, 0]))
         last, _ = self.run(ids[:, 3:].expand(2, 1), see, at([[3], [3]]), cache, True)
         got = self.logits(torch.cat([hidden[:, 3:], last[1:]], 1))[0]
@@ -310,14 +300,7 @@ def _check_causal(self: Network):
 @patch(as_prop=True)
 def _shares_cache(self: Network) -> bool:
     "Whether the cache holds plain keys and values, which samples of a group can share."
-    if "shares" not in self.found:
-        from transformers.cache_utils import DynamicLayer
-
-        ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        with torch.no_grad():
-            _, cache = self.run(ids, torch.ones_like(ids), ids, use_cache=True)
-        layers = getattr(cache, "layers", None)
-        self.found["shares"] = bool(layers) and all(type(x) is DynamicLayer for x in layers)
+    _ = self.head  # looks at the model, the first time
     return self.found["shares"]
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #0d50297f

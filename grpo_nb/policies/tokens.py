@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..config import check_number, _check_options, one_of
 from ..core import Groups, Rollout, check_finite, pad_to, seeded
-from .decoding import FLOOR, Network, draw, _head_logp, _shape_logits
+from .decoding import FLOOR, Network, draw, _shape_logits
 from .decoding import _left_padded, _rows_of, _take
 from .loading import add_lora, load_model, merge_lora, _upload, _asked_autocast
 from .loading import _has_adapters, _load_tokenizer, _mend_generation_config
@@ -663,9 +663,8 @@ def _token_scores(self: TokenPolicy, hidden: Tensor, target: Tensor, entropy: bo
         logp_TV = torch.log_softmax(_shape_logits(hidden, **shape, keep=target), -1)
         logp = logp_TV.gather(1, target[:, None])[:, 0]
         return (logp, -(logp_TV.exp() * logp_TV.clamp(min=FLOOR)).sum(1)) if entropy else (logp,)
-    shape |= {"scale": head.scale, "cap": head.cap, "chunk": self.chunk_tokens, "entropy": entropy}
-    out = _head_logp(hidden.to(head.weight.dtype), head.weight, target, head.bias, **shape)
-    return out if entropy else (out,)
+    hidden = hidden.to(head.weight.dtype)
+    return head._replace(**shape).logp(hidden, target, self.chunk_tokens, entropy)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #9854ec62
 def _length_buckets(length_N: Tensor, min_rows: int = 64) -> list[Tensor]:
