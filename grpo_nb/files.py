@@ -20,7 +20,8 @@ import secrets
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from datetime import datetime
+from datetime import date, datetime
+from decimal import Decimal
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -295,9 +296,9 @@ def _plain_leaf(value, where: str):
         return value.name
     if hasattr(value, "tolist"):
         return plain(value.tolist(), where)
-    if isinstance(value, (Path, datetime)) or type(value).__module__ == "torch":
+    if isinstance(value, (Path, date)) or type(value).__module__ == "torch":
         return str(value)
-    if callable(value):
+    if callable(value) or hasattr(value, "process"):  # a function, an operator
         value = value if hasattr(value, "__qualname__") else type(value)
         # methods of built-in types name no module
         return f"{getattr(value, '__module__', None) or 'builtins'}.{value.__qualname__}"
@@ -394,6 +395,14 @@ def _refuse_hidden(tree, skip: tuple[str, ...] = ()) -> None:
         )
 
 # %% ../nbs/ground/00_files.ipynb #ee850bf3
+_AS_TEXT = {  # what columns of tables hold besides: class, to text, and back
+    "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "date": (date, date.isoformat, date.fromisoformat),
+    "decimal": (Decimal, str, Decimal),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+}
+
+
 def pack(
     value: Any,  # a column, or anything inside one
     name: str,  # where tensors found in it are stored
@@ -415,6 +424,9 @@ def pack(
     if all(hasattr(value, k) for k in ("prompt", "columns", "taskset_id", "index")):
         task = {k: getattr(value, k) for k in ("prompt", "columns", "taskset_id", "index")}
         return {"task": pack(task, name, tensors)}
+    for kind, (cls, text, _) in _AS_TEXT.items():
+        if isinstance(value, cls):
+            return {kind: text(value)}
     raise ValueError(
         f"{name} holds a {type(value).__name__}, which cannot be stored in a checkpoint. Use tensors, arrays, "
         "tasks, and lists or dictionaries of plain values."
@@ -460,6 +472,8 @@ def unpack(
     (kind, body), *more = value.items()
     if kind == "float":
         return float(body)
+    if kind in _AS_TEXT:
+        return _AS_TEXT[kind][2](body)
     if kind == "tensor":
         return tensors[body].clone()
     if kind == "array":

@@ -31,6 +31,7 @@ from grpo_nb.losses import POLICY_LOSSES, policy_loss
 from grpo_nb.policies.samplers import ddim_sampler, flow_sampler
 from grpo_nb.ranking import SafetyOracle, make_relevance_reward
 from grpo_nb.scheduler import TasksetScheduler
+from grpo_nb.selectors import BaseSelector
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.verifiers import exact_answer, length_target
 
@@ -322,6 +323,26 @@ def test_functions_of_a_run_are_passed_again_or_replaced(tmp_path, policy):
     again = load(keys | {"filter_groups.metric.1": by_length})
     assert again.config.filter_groups.metric == ("seq_reward", by_length)
     assert again.fit().step_done == 2
+
+
+class Operator:
+    def process(self, rollout, passed=None):
+        return rollout, {}
+
+
+class Backwards(BaseSelector):
+    def pick(self, batch_size):
+        return self.places(batch_size)[::-1]
+
+
+@pytest.mark.parametrize("key, value", [("operators", [Operator()]), ("selector", Backwards)])
+def test_parts_of_the_stream_are_passed_again(key, value, tmp_path, policy):
+    keys = {f"tasks.{key}": value}
+    GRPO(policy, ROWS, RIGHT, SMALL | keys | {"run.dir": tmp_path / "run"}).fit(1).close()
+    load = functools.partial(GRPO.load, tmp_path / "run", policy=policy, tasks=ROWS, rewards=RIGHT)
+    with pytest.raises(ValueError, match=f"GRPO.load.path, {{'tasks.{key}.*: function}}"):
+        load()
+    assert load(keys).fit().step_done == 2
 
 
 def test_a_reference_of_one_s_own_is_passed_again(tmp_path):

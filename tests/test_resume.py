@@ -222,6 +222,24 @@ def test_training_goes_on_without_a_checkpoint_and_ends_with_an_error(
     assert t.run.status["state"] == "failed"
 
 
+def test_what_cannot_be_stored_ends_no_training(tmp_path):
+    odd = MagicMock(state_dict=lambda: {"seen": object()})
+    t = make(tmp_path / "r", "checkpoint.every=1", callbacks=[odd])
+    fails = pytest.raises(CheckpointError, match="seen holds a object, which cannot be stored")
+    with fails, pytest.warns(UserWarning, match="Training goes on"):
+        t.fit(2)
+    assert t.step_done == 2
+
+
+def test_options_that_are_no_data_and_a_mask_are_saved(tmp_path):
+    config = load_config(None, [*SMALL, f"run.dir={tmp_path / 'r'}"])
+    config.policy.lora = {"target_modules": {"q_proj"}}
+    t = GRPO.from_config(config, rewards={"thirds": thirds})
+    t.policy.model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    assert t.fit(1).save().exists()
+    t.close()
+
+
 @pytest.mark.parametrize("what", ["policy", "optimizer"])
 def test_a_state_that_is_not_finite_is_no_checkpoint(what, tmp_path):
     def ruin(t, row):  # the weights themselves, or what only the next update would show

@@ -85,7 +85,7 @@ def _manifest(folder: Path) -> dict:
         return manifest
     except FileNotFoundError:
         raise CheckpointError(f"{folder.name!r} has no {MANIFEST}: it is no checkpoint.") from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
         raise CheckpointError(f"{folder.name}/{MANIFEST} cannot be read: {e}.") from None
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #4878fd00
@@ -140,6 +140,14 @@ def checkpoints(root: str | Path) -> list[Path]:
             order[path] = _manifest(path)["order"]
     return sorted(order, key=lambda p: (order[p], p.name), reverse=True)
 
+# %% ../../nbs/lab/01_checkpoint.ipynb #7549a4c4
+def _warn_of_versions(folder: Path) -> None:
+    "Say where a checkpoint was written with other versions than those of now."
+    told, now = _manifest(folder)["versions"], versions()
+    if odd := [f"{k} {v} -> {now.get(k)}" for k, v in told.items() if now.get(k) != v]:
+        said = f"{folder.name} was written with other versions ({', '.join(odd)}): it continues, but perhaps not bit for bit."
+        warnings.warn(said, stacklevel=5)
+
 # %% ../../nbs/lab/01_checkpoint.ipynb #9b53e9e9
 def latest(root: str | Path) -> Path | None:
     "The newest whole checkpoint in a folder; damaged ones are named in a warning and passed over."
@@ -165,7 +173,7 @@ def _write_checkpoint(root: str | Path, step: int, state: Mapping, metrics: Mapp
         order = 1 + (_manifest(known[0])["order"] if known else 0)
         about = {"step": step, "order": order, "metrics": finite, "versions": versions()}
         return _seal(new, _free_path(root / f"step_{step:08d}"), about)
-    except OSError as e:
+    except (OSError, ValueError) as e:
         raise CheckpointError(f"The checkpoint of step {step} could not be written: {e}.") from e
     finally:
         shutil.rmtree(new, ignore_errors=True)

@@ -21,7 +21,7 @@ from fastcore.meta import delegates
 
 import grpo_nb.lab.report  # noqa: F401  gives a study its table, plot and report
 from ..config import check_number, one_of
-from ..files import Lock, plain, read_jsonl, writable
+from ..files import Lock, hide_secrets, plain, read_jsonl, writable
 from .frames import flat_keys
 from .plots import LivePlot, make_figure
 from .progress import display_mode
@@ -115,9 +115,11 @@ def _choose(spec: Spec, variant: str, runs: Iterable[Mapping]) -> dict:
     found = {}
     for r in runs:
         if r["variant"] == variant:
-            found.setdefault(_digest(r["overrides"]), []).append(_final_score(r, spec.metric))
+            found.setdefault(_digest(hide_secrets(r["overrides"])), []).append(
+                _final_score(r, spec.metric)
+            )
     given = spec.variants[variant]
-    means = [np.mean(found.get(_digest(plain(given | o)), [np.nan])) for o in options]
+    means = [np.mean(found.get(_digest(hide_secrets(plain(given | o))), [np.nan])) for o in options]
     if np.isnan(means).all():
         error = next((r["error"] for r in runs if r["variant"] == variant and r["error"]), None)
         told = error.strip().splitlines()[-1] if error else f"its {spec.metric} is undefined"

@@ -31,6 +31,7 @@ from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
 from ..files import hide_secrets, leaves, plain, _refuse_hidden, writable
 from .checkpoint import MANIFEST, _check_seal, latest, read_state, versions
+from .checkpoint import _warn_of_versions
 from .frames import flat_keys
 from .record import _is_run
 from .session import CheckpointConfig, RunConfig, functions_in, _named_config, _described
@@ -356,9 +357,10 @@ def _ask_for_passed(tree: Mapping, given: Sequence[str]) -> None:
     for key, value in leaves(tree):
         part = "eval_tasks" if key.startswith("tasks.eval") else key.partition(".")[0]
         keys = [k for k in given if k not in _PARTS]
-        again = part in given or any(f"{key}.".startswith(f"{k}.") for k in keys)
+        again = part in given and key.startswith(_SOURCES)
+        again |= any(f"{key}.".startswith(f"{k}.") for k in keys)
         if str(value).startswith("<passed: ") and not again:
-            how = f"{part}=..." if part in _PARTS else f"{{{key!r}: function}}"
+            how = f"{part}=..." if key.startswith(_SOURCES) else f"{{{key!r}: function}}"
             lost.setdefault(how, []).append(value[9:-1])
     if lost:
         what = ", ".join(x for said in lost.values() for x in said)
@@ -495,10 +497,8 @@ def _read_checkpoint(path: str | Path) -> tuple[Path, dict]:
             f"No whole checkpoint in {str(path)!r}: name the folder of a run. That of a model is scored by "
             "GRPO(folder, tasks, rewards, eval_tasks=held_out).evaluate()."
         )
-    told, now = _check_seal(folder)["versions"], versions()
-    if odd := [f"{k} {v} -> {now.get(k)}" for k, v in told.items() if now.get(k) != v]:
-        said = f"{folder.name} was written with other versions ({', '.join(odd)}): it continues, but perhaps not bit for bit."
-        warnings.warn(said, stacklevel=4)
+    _check_seal(folder)
+    _warn_of_versions(folder)
     return folder, read_state(folder, make_task=Task)
 
 

@@ -323,6 +323,8 @@ def _start(self: Run, new: bool = False) -> None:
     lock = Lock(self.dir / "lock")
     lock.acquire()
     self._lock, self._status, self._new = lock, self.status, new
+    for left in self.dir.glob(".*.tmp"):  # by a write that was killed
+        left.unlink(missing_ok=True)
     for name in ("metrics", "samples", "events"):
         self._files[name] = Appender(self.dir / f"{name}.jsonl")
     self._last = (self._files["metrics"].last or {}).get("step")
@@ -449,11 +451,15 @@ def _free_folder(dir: Path, if_exists: str) -> Path:
     return _free_path(dir, taken) if if_exists == "number" else dir
 
 # %% ../../nbs/lab/01_record.ipynb #e442e656
+def _differences(old: Mapping, new: Mapping) -> dict[str, list]:
+    return {k: [old.get(k), new.get(k)] for k in old | new if old.get(k) != new.get(k)}
+
+
 @patch
 def _note_changes(self: Run, config: dict) -> None:
     "Say where the configuration is another one than that of the record."
     old, new = flat_keys(self.config), flat_keys(config)
-    changed = {k: [old.get(k), new.get(k)] for k in old | new if old.get(k) != new.get(k)}
+    changed = _differences(old, new)
     bare = lambda x: re.sub(r"(<passed: )[\w.]*\.", r"\1", str(x))  # without __main__ or a module
     changed = {k: v for k, v in changed.items() if bare(v[0]) != bare(v[1])}
     if old and new and changed and changed != self._changed:
@@ -468,9 +474,11 @@ def _describe(self: Run, config: dict, name: str, parts: Any) -> None:
     if not self.config:
         _write_tree(self.dir / "config.yaml", config)
     self._note_changes(config)
-    if not self.environment:
-        env = environment(config.get("seed")) | parts
-        _write_tree(self.dir / "environment.json", env)
+    now = hide_secrets(environment(config.get("seed")) | parts)
+    if not (before := self.environment):
+        _write_tree(self.dir / "environment.json", now)
+    elif changes := _differences(flat_keys(before), flat_keys(now)):
+        self.event("environment_changed", step=self._last, changes=changes)
     self.mark(**{"name": name, "started": _now()} | self._status)
 
 # %% ../../nbs/lab/01_record.ipynb #92843904

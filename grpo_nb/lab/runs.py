@@ -242,8 +242,8 @@ class Job:
 
 # %% ../../nbs/lab/06_runs.ipynb #c91d4fc8
 def _digest(value) -> str:
-    "A short name for plain data, in which secrets do not count: 12 hex digits."
-    return hashlib.sha256(json.dumps(hide_secrets(value), sort_keys=True).encode()).hexdigest()[:12]
+    "A short name for plain data: 12 hex digits."
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 # %% ../../nbs/lab/06_runs.ipynb #dc45dc12
 # what changes the reward

@@ -28,7 +28,7 @@ from ..config import Count, Natural, NonNegative, _with_key, config_tree, config
 from ..core import Rollout, weighted_sum
 from ..files import hide_secrets, leaves, plain
 from .checkpoint import CheckpointError, latest, prune, read_state, _sweep, _check_seal
-from .checkpoint import _write_checkpoint
+from .checkpoint import _warn_of_versions, _write_checkpoint
 from .progress import Progress
 from .record import _TensorBoard, Run, _is_run
 from ..metrics import History
@@ -434,7 +434,8 @@ def _check_same_parts(stored: Mapping, now: Mapping, given: Sequence[str]) -> No
 # %% ../../nbs/lab/02_session.ipynb #bf326cfe
 def functions_in(config: Any) -> dict[str, str]:  # full key: name of the function
     "The functions of a configuration, or of a part of it: a checkpoint keeps their names, never their code."
-    return {key: _function_name(value) for key, value in leaves(config) if callable(value)}
+    passed = lambda value: callable(value) or hasattr(value, "process")  # an operator
+    return {key: _function_name(value) for key, value in leaves(config) if passed(value)}
 
 
 def _named_config(config) -> dict[str, Any]:
@@ -537,6 +538,7 @@ def _load_newest(self: _Session, root: Path) -> Mapping | None:  # the state
         )
     found = latest(root)
     if found is not None:
+        _warn_of_versions(found)
         state = read_state(found, make_task=Task)
         stored, now = state["trainer"].get("parts", {}), _part_facts(self.trainer)
         _check_same_parts(stored, now, [*self.trainer.given])
@@ -621,7 +623,10 @@ def save(
     state = self.state_dict()
     trained = leaves({k: state[k] for k in ("policy", "optimizer", "reference") if k in state})
     numbers = ((k, torch.as_tensor(v)) for k, v in trained if isinstance(v, (float, Tensor)))
-    if odd := [k for k, v in numbers if not v.isfinite().all()]:
+    model = getattr(self.policy, "model", torch.nn.Module())
+    masks = {name for name, _ in model.named_buffers()}  # may hold -inf
+    bad = lambda k, v: v.isnan().any() or v.isinf().any() and k.partition(".")[2] not in masks
+    if odd := [k for k, v in numbers if bad(k, v)]:
         raise CheckpointError(
             f"The state after step {self.step_done} is not finite ({', '.join(odd[:3])}), so it is not saved; "
             "the last checkpoint stays the newest."
@@ -638,7 +643,7 @@ def _write(self: _Session, state: dict, root: str | Path | None) -> Path:
     if not root:
         self.run.flush()  # no checkpoint without the rows before it
     state["trainer"]["config"] = hide_secrets(plain(_described(trainer)))
-    state["trainer"]["parts"] = _part_facts(trainer)
+    state["trainer"]["parts"] = plain(_part_facts(trainer))
     row = trainer.history[-1] if trainer.history else {}
     scores = {k: v for k, v in row.items() if k.startswith("eval_")}
     path = _write_checkpoint(root or own, trainer.step_done, state, scores)

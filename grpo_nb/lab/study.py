@@ -145,7 +145,7 @@ def load(cls: Study, path: str | Path) -> "Study":
         repr(study), study.frame(), study.curves()  # all that is needed is there
     except OSError as e:
         raise ValueError(f"No stored study at {path}: {e.strerror}.") from None
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(
             f"{path} is not a stored study of format 1: name another file, or move it away to train."
         ) from None
