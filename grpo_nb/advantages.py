@@ -623,15 +623,14 @@ def compute_advantages(
 ) -> Advantages:
     "Advantages and their metrics, by the estimator that the configuration names."
     c = build_config(AdvantageConfig, config)
-    x, flat = _rewards_NRK(rewards)
-    names = [f"r{k}" for k in range(x.shape[1])] if reward_names is None else reward_names
-    if not isinstance(names, (list, tuple)) or not len(set(names)) == len(names) == x.shape[1]:
+    n = _rewards_NRK(rewards)[0].shape[1]
+    names = [f"r{k}" for k in range(n)] if reward_names is None else reward_names
+    if not isinstance(names, (list, tuple)) or not len(set(names)) == len(names) == n:
         raise ValueError(
-            f"{x.shape[1]} rewards need as many reward_names that differ, got {names!r} (settings go to config=)."
+            f"{n} rewards need as many reward_names that differ, got {names!r} (settings go to config=)."
         )
     _check_keys(c, names)
-    x = _scaled_and_gated(x, names, c)
-    x = x[:, :, 0] if flat else x
+    x = _scaled_and_gated(rewards, names, c)
     batch = dict(mask_NK=mask_NK, missing=c.missing, singleton=c.singleton)
     r = grouped_rewards(x, group_N, weights_by_name(c.weights, names), **batch)
     values = _run(c, x, group_N, r, batch, lengths_N)
@@ -677,8 +676,9 @@ def _check_keys(c: AdvantageConfig, names: Sequence[str]) -> None:
             raise ValueError(f"In scales or gates: {unknown_name('reward', k, names)}")
 
 
-def _scaled_and_gated(x_NRK: Tensor, names: list[str], c: AdvantageConfig) -> Tensor:
-    "Factors and gates on raw rewards, by name."
+def _scaled_and_gated(rewards, names: Sequence[str], c: AdvantageConfig) -> Tensor:
+    "(N, R) or (N, R, K) rewards under the factors and gates that are named."
+    x_NRK, flat = _rewards_NRK(rewards)
     opens = {g.on for g in c.gates}  # a scale moves such a reward across the threshold
     if not c.options.get("low"):
         _warn_cancelled_scales(c.mode, {k: v for k, v in c.scales.items() if k not in opens}, c.eps)
@@ -686,13 +686,12 @@ def _scaled_and_gated(x_NRK: Tensor, names: list[str], c: AdvantageConfig) -> Te
     for g in c.gates:
         component, on = names.index(g.component), names.index(g.on)
         x_NRK = gate(x_NRK, component, on, g.at_least, g.at_most, g.how)
-    return x_NRK
+    return x_NRK[:, :, 0] if flat else x_NRK
 
 
 def _as_trained(rollout: Rollout, c: AdvantageConfig) -> Rollout:
     "The rollout with its rewards scaled and gated, as the estimator gets them."
     if rollout.rewards is None or not (c.scales or c.gates):
         return rollout
-    x, flat = _rewards_NRK(rollout.rewards)
-    x = _scaled_and_gated(x, list(rollout.reward_names), c)
-    return rollout.replace(**({"rewards_NR": x[:, :, 0]} if flat else {"rewards_NRK": x}))
+    x = _scaled_and_gated(rollout.rewards, rollout.reward_names, c)
+    return rollout.replace(**{"rewards_NR" if x.ndim == 2 else "rewards_NRK": x})

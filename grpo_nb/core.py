@@ -161,9 +161,7 @@ def weighted_sum(
 def _as_mask(mask: Tensor) -> Tensor:
     "A mask as booleans; other numbers than 0 and 1 are refused."
     if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
-        raise ValueError(
-            f"A mask must be of 0 and 1, got {mask.dtype} {mask.flatten()[:4].tolist()}."
-        )
+        raise ValueError(f"A mask must be of 0 and 1, got other numbers ({mask.dtype}).")
     return mask.bool()
 
 

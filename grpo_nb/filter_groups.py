@@ -50,9 +50,7 @@ def _column_stats(x_NC: Tensor, groups: Groups) -> GroupStats:
     stats = group_stats(x_NC.to(groups.size_P.device), groups, ddof=0)
     if (stats.min.isinf() | stats.max.isinf()).any():
         n = int(x_NC.isinf().sum())
-        raise ValueError(
-            f"The filter metric has {n} infinite values. Return NaN (does not apply) or a finite number."
-        )
+        raise ValueError(f"The filter metric has {n} infinite values: give NaN or numbers.")
     return stats
 
 # %% ../nbs/method/01_filter_groups.ipynb #5d6d95e4

@@ -228,13 +228,9 @@ def log_ratio(
 ) -> Tensor:  # (N, S) log of the importance ratio, not bounded
     "Log importance ratio: difference first, in float32 at least, then the average of the level."
     if old_logp_NS.requires_grad:
-        raise ValueError(
-            "old_logp_NS requires grad: the ratio would be 1 with gradient 0. Store it at sampling time, or detach it."
-        )
+        raise ValueError("old_logp_NS requires grad: detach it, or the ratio has gradient 0.")
     if old_logp_NS.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"old_logp_NS is {old_logp_NS.dtype}: its rounding is larger than a step. Store float32."
-        )
+        raise ValueError(f"old_logp_NS is {old_logp_NS.dtype}: it rounds too much. Store float32.")
     x_NS = _steps(logp_NS, mask_NS) - _steps(old_logp_NS, mask_NS)
     return at_level(x_NS, mask_NS, level, item_NS)
 
@@ -515,7 +511,7 @@ class LossConfig:
         cap, upper = a.get("ratio_max"), a["clip"].bounds[1] if "clip" in a else 0
         if cap is not None and cap < upper:
             raise ValueError(
-                f"ratio_max={cap} is an absolute cap and must not lie below the clip's bound {upper}."
+                f"ratio_max={cap}, an absolute cap, is below the clip's bound {upper}."
             )
         _ = self.pulls  # refuses wrong options
         _warn_by_length(self)

@@ -261,26 +261,21 @@ def _as_messages(prompt: Any, completion: Any) -> Any:
     return [{"role": "assistant", "content": text}]
 
 # %% ../nbs/method/01_rewards.ipynb #54d26506
-def _content_text(content: Any) -> str:
-    "The text of a chat message; parts of other kinds, such as images, have none."
-    parts = content if isinstance(content, (list, tuple)) else [content]
-    no_text = lambda p: isinstance(p, Mapping) and "type" in p and p.get("text") is None
-    texts = [p.get("text") if isinstance(p, Mapping) else p for p in parts if not no_text(p)]
-    if not texts or not all(isinstance(t, str) for t in texts):
-        raise ValueError(f"The content of a chat message must have text, got {_shown(content)}.")
-    return "".join(texts)
-
-
 def _plain_text(completion: Any) -> str:
-    "The text of a completion, which is text or chat messages."
+    "The text of a completion, which is text or chat messages; parts of other kinds, such as images, have none."
     if isinstance(completion, str):
         return completion
     messages = [completion] if isinstance(completion, Mapping) else completion
     is_message = lambda m: isinstance(m, Mapping) and ("content" in m or "role" in m)
     if not isinstance(messages, (list, tuple)) or not all(map(is_message, messages)):
         raise ValueError(f"A completion must be text or chat messages, got {_shown(completion)}.")
-    contents = [m.get("content") for m in messages]
-    return "".join(_content_text(c) for c in contents if c is not None)
+    told = [m["content"] for m in messages if m.get("content") is not None]
+    parts = [p for c in told for p in (c if isinstance(c, (list, tuple)) else [c])]
+    no_text = lambda p: isinstance(p, Mapping) and "type" in p and p.get("text") is None
+    texts = [p.get("text") if isinstance(p, Mapping) else p for p in parts if not no_text(p)]
+    if told and not texts or not all(isinstance(t, str) for t in texts):
+        raise ValueError(f"The content of chat messages must have text, got {_shown(told)}.")
+    return "".join(texts)
 
 # %% ../nbs/method/01_rewards.ipynb #b0b4a355
 _RESERVED = (
@@ -303,9 +298,7 @@ def _reward_columns(rollout: Rollout) -> dict[str, list]:
     "Everything that reward functions may ask for: prompts, completions, completion_ids, the tasks' columns."
     n = len(rollout)
     if len(rollout.outputs) != n:
-        raise ValueError(
-            f"The rollout has {len(rollout.outputs)} outputs for {n} samples: rewards need every completion."
-        )
+        raise ValueError(f"{len(rollout.outputs)} outputs for {n} samples: rewards need all.")
     out = {"completions": list(rollout.outputs)}
     if "completion_ids" in rollout.states:
         pairs = zip(rollout.states["completion_ids"].tolist(), rollout.mask_NS.bool().tolist())

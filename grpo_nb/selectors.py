@@ -144,7 +144,7 @@ def column(self: BaseSelector, name: str) -> np.ndarray:
     values = np.asanyarray(table.column(name) if hasattr(table, "column") else table[name])
     if values.shape != (self.num_tasks,) or values.dtype.kind not in "fiub":
         raise ValueError(
-            f"Feature {name!r} must be one number per task, got shape {values.shape}, dtype {values.dtype}."
+            f"Feature {name!r}: one number per task, got {values.dtype} {values.shape}."
         )
     return values
 

@@ -144,9 +144,7 @@ class _ListRows(_Rows):
     def row(self, i: int) -> dict:
         if not isinstance(self.rows[i], Mapping):
             kind = type(self.rows[i]).__name__
-            raise ValueError(
-                f"{self.where(i)}: a row must be a dict with named fields, got {kind}."
-            )
+            raise ValueError(f"{self.where(i)}: a row must be a dict, got {kind}.")
         return {str(k): v for k, v in self.rows[i].items()}
 
 # %% ../nbs/method/01_tasks.ipynb #1a9accad

@@ -510,9 +510,7 @@ def _check_policy(c, policy):
             f"(N, S) and differentiable; {type(policy).__name__} does not."
         )
     if c.kl_stop.stat == "exact" and not hasattr(policy, "logp_and_kl"):
-        raise ValueError(
-            "kl_stop.stat='exact' needs a policy that offers logp_and_kl(rollout); use 'k3' or 'auto'."
-        )
+        raise ValueError("kl_stop.stat='exact' needs a policy that offers logp_and_kl: use 'k3'.")
     if c.scheme == "reference":
         warnings.warn(
             "scheme='reference' clips the ratio to the reference policy although the samples are the current policy's: it stops "

@@ -197,9 +197,7 @@ def _frame_masks(self: DiffusionPolicy, tasks: list) -> Tensor | None:
         return None
     length_P = torch.tensor(_column(tasks, self.lengths)).long()
     if length_P.min() < 1 or length_P.max() > self.shape[0]:
-        raise ValueError(
-            f"Lengths must lie between 1 and the {self.shape[0]} frames of a sample, got {length_P.tolist()}."
-        )
+        raise ValueError(f"Lengths lie between 1 and {self.shape[0]}, got {length_P.tolist()}.")
     return torch.arange(self.shape[0]) < length_P[:, None]
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #368724a7
@@ -299,8 +297,8 @@ def _same_chain(self: DiffusionPolicy, r: Rollout):
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #50ef2b28
 @patch
-def _pairs(self: DiffusionPolicy, r: Rollout) -> SimpleNamespace:
-    "Rows (N * S) of present and next state, step, deviation, condition, frames, valid numbers."
+def _means(self: DiffusionPolicy, r: Rollout) -> tuple[SimpleNamespace, Tensor]:
+    "Rows (N * S) of present and next state, step, deviation, condition, frames, valid numbers; their means under the present weights."
     self._same_chain(r)
     n, s = r.states["step"].shape
     path = r.states["latents"]
@@ -309,7 +307,7 @@ def _pairs(self: DiffusionPolicy, r: Rollout) -> SimpleNamespace:
         r.states[k].to(self.device).repeat_interleave(s, 0) if k in r.states else None
     )
     frames_BF = repeat("frames")
-    return SimpleNamespace(
+    b = SimpleNamespace(
         x=flat(path[:, :s]).to(self.dtype),
         y=flat(path[:, 1 : s + 1]).to(self.dtype),
         step=flat(r.states["step"]),
@@ -318,14 +316,10 @@ def _pairs(self: DiffusionPolicy, r: Rollout) -> SimpleNamespace:
         frames=frames_BF,
         valid=self._numbers(frames_BF),
     )
+    output = self._denoise(b.x, b.step, b.condition, b.frames)
+    return b, self.sampler.step(b.x, output, b.step)[0]
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #aa0f2b8c
-@patch
-def _means(self: DiffusionPolicy, b: SimpleNamespace) -> Tensor:
-    "Means of noisy steps under the present weights."
-    return self.sampler.step(b.x, self._denoise(b.x, b.step, b.condition, b.frames), b.step)[0]
-
-
 @patch
 def _shaped(self: DiffusionPolicy, value_B: Tensor, r: Rollout) -> Tensor:
     "Values per step as (N, S), or summed over the steps of a trajectory; 0 outside the mask."
@@ -342,8 +336,7 @@ def logp_and_kl(
 ) -> tuple[Tensor, Tensor]:  # (N, S) differentiable; (N, S) detached
     "Log-probs and the exact KL to the policy that sampled, from one forward pass."
     self.model.eval()
-    b = self._pairs(rollout)
-    mean = self._means(b)
+    b, mean = self._means(rollout)
     logp_NS = self._shaped(_gaussian_logp(b.y, mean, b.std, b.valid, self.reduce), rollout)
     old = rollout.states["mean"].flatten(0, 1).to(mean)
     kl_NS = self._shaped(_gaussian_kl(mean.detach(), old, b.std, b.valid), rollout)

@@ -297,7 +297,7 @@ def add_lora(
             odd = [k for k in unfit if getattr(config, k, None) not in (None, 0)]
             if odd := odd or ["lora_alpha=0"] * (not config.lora_alpha):
                 raise ValueError(
-                    f"leave out {odd[0]}: samples are drawn from all that is trained, and all of it has to be saved."
+                    f"leave out {odd[0]}: all that is trained is sampled from and saved."
                 )
             inject_adapter_in_model(config, model)
         except (TypeError, ValueError, IndexError) as e:
