@@ -190,15 +190,17 @@ def _tells_errors(f):
 
     @functools.wraps(f)
     def told(self, *args, **kwargs):
+        outer, self.in_step = not vars(self).get("in_step"), True
         try:
             return f(self, *args, **kwargs)
         except (Paused, EndOfTasks):
             raise
         except BaseException as error:
-            if not hasattr(error, "told"):  # by what was called on the way
-                error.told = True
+            if outer:
                 self.notify("on_step_error", error)
             raise
+        finally:
+            self.in_step = not outer
 
     return told
 
