@@ -10,7 +10,6 @@ import json
 import math
 import os
 import pickle
-import select
 import shutil
 import signal
 import socket
@@ -21,8 +20,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import spawn
@@ -199,13 +198,12 @@ def _sweep() -> None:
 
 # %% ../nbs/method/02_reward_workers.ipynb #378129d2
 class _Worker:
-    "One worker process, its pipe, and the job it is busy with; nothing here waits for the process."
+    "One worker process and its pipe."
 
     def __init__(self, blob: bytes, config: Any):
         self.folder = tempfile.mkdtemp(prefix=_FOLDER)
         self.hold = _hold(self.folder)
         self.pipe, theirs = socket.socketpair()
-        self.pipe.setblocking(False)
         self.process = subprocess.Popen(
             [spawn.get_executable(), "-c", _BOOT, str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -217,60 +215,47 @@ class _Worker:
             start_new_session=True,
         )
         theirs.close()
-        self.ready = False
-        self.job: _Job | None = None
         self.got = bytearray()
-        self.out = memoryview(_pickled([os.path.abspath(p) for p in sys.path]) + blob)
-        self.since, self.limit = time.monotonic(), config.start_timeout_s
+        self.limit = config.start_timeout_s  # seconds to the next message
+        self.hello = _pickled([os.path.abspath(p) for p in sys.path]) + blob
 
 # %% ../nbs/method/02_reward_workers.ipynb #48c109a2
 @patch
-def give(self: _Worker, job: _Job, payload: bytes, limit: float) -> None:
-    "Begin to send a pickled job; `limit` is the deadline of its next result in seconds."
-    self.job, self.work_limit, self.out = job, limit, memoryview(payload)
-    self.since, self.limit = time.monotonic(), limit + len(payload) / _TRANSFER_RATE
-    self._send()
-
-
-@patch
-def _send(self: _Worker) -> None:
-    "Send what the pipe takes without waiting."
-    if self.out:
-        with suppress(OSError):  # full; or it died, and what it wrote is still to be read
-            self.out = self.out[self.pipe.send(self.out) :]
-        if self.job and not self.out:
-            self.since, self.limit = time.monotonic(), self.work_limit
+def send(self: _Worker, data: bytes, limit: float) -> None:
+    "Send framed pickles; `limit` is the deadline of the next message in seconds, and the bytes have time of their own."
+    self.limit = limit + len(data) / _TRANSFER_RATE
+    self.pipe.settimeout(self.limit)
+    try:
+        self.pipe.sendall(data)
+    except TimeoutError:
+        raise
+    except OSError:  # it died, and what it wrote is still to be read
+        pass
+    self.limit = limit
 
 # %% ../nbs/method/02_reward_workers.ipynb #0cba9c4a
 @patch
-def _exchange(self: _Worker) -> bool:  # False: the other end is closed
-    "Send and receive what is possible without waiting; what was received is in `messages`."
-    self._send()
-    try:
-        data = self.pipe.recv(1 << 20)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    if data and not self.got:  # the result is there: its way here has a deadline of its own
-        self.since = time.monotonic()
-    self.got += data
-    return bool(data)
-
-# %% ../nbs/method/02_reward_workers.ipynb #0e8a1759
-@patch
-def messages(self: _Worker) -> Iterator[Any]:
-    "Take the complete messages out of what was received; what is no JSON is a ValueError."
-    while (end := self.got.find(b"\n")) >= 0:
-        line = bytes(self.got[:end])
-        del self.got[: end + 1]
+def receive(self: _Worker) -> Any:
+    "The next message; EOFError if the process is gone, TimeoutError if it is late, ValueError for what is no JSON."
+    end = time.monotonic() + self.limit
+    while b"\n" not in self.got:
+        if len(self.got) > _LARGEST_MESSAGE:
+            raise ValueError(f"it sent a message of more than {_LARGEST_MESSAGE} bytes")
+        self.pipe.settimeout(max(end - time.monotonic(), 0.001))
         try:
-            message = json.loads(line.decode())
-        except (ValueError, RecursionError):
-            raise ValueError(f"it sent {len(line)} bytes that are no data") from None
-        yield message
-    if len(self.got) > _LARGEST_MESSAGE:
-        raise ValueError(f"it sent a message of more than {_LARGEST_MESSAGE} bytes")
+            data = self.pipe.recv(1 << 20)
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise EOFError
+        if not self.got:  # the result is there: its way here has a deadline of its own
+            end = time.monotonic() + self.limit
+        self.got += data
+    line, _, self.got = self.got.partition(b"\n")
+    try:
+        return json.loads(line.decode())
+    except (ValueError, RecursionError):
+        raise ValueError(f"it sent {len(line)} bytes that are no data") from None
 
 # %% ../nbs/method/02_reward_workers.ipynb #5eded273
 @patch
@@ -287,23 +272,19 @@ def kill(self: _Worker) -> None:
 
 # %% ../nbs/method/02_reward_workers.ipynb #7bbf2f57
 @patch
-def _exit_reason(self: _Worker) -> str:
-    "Why a worker whose pipe closed is gone."
+def _fate(self: _Worker, error: Exception) -> tuple[str, str]:
+    "Outcome and message for a worker that gave no result: it is late, it talked nonsense, or it is gone."
+    if isinstance(error, TimeoutError):
+        return "timeout", f"no result after {self.limit:g} s; the process was killed"
+    if isinstance(error, ValueError):
+        return "error", f"the process was killed: {error}"
     with suppress(subprocess.TimeoutExpired):
         code = self.process.wait(1)
         if code < 0:
             hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-            return f"the process was killed by {signal.Signals(-code).name}{hint}"
-        return f"the process exited with code {code}"
-    return "the process closed its pipe"
-
-# %% ../nbs/method/02_reward_workers.ipynb #80e280a9
-def _listen(workers: Sequence[_Worker], seconds: float) -> set[int]:
-    "Wait for pipes that can be read, or written where something is left to send; their file numbers."
-    poll = select.poll()
-    for w in workers:
-        poll.register(w.pipe, select.POLLIN | (select.POLLOUT if w.out else 0))
-    return {number for number, _ in poll.poll(math.ceil(1000 * min(seconds, 3600)))}
+            return "error", f"the process was killed by {signal.Signals(-code).name}{hint}"
+        return "error", f"the process exited with code {code}"
+    return "error", "the process closed its pipe"
 
 # %% ../nbs/method/02_reward_workers.ipynb #b00c4120
 def _cut_jobs(specs: Sequence[RewardSpec], n: int, workers: int, chunk_size: int) -> list[_Job]:
@@ -339,6 +320,7 @@ class WorkerPool:
         self.deadlines = [s.timeout_s or config.timeout_s for s in specs]  # seconds per sample
         self.blob = _pickled((_worker_main, (specs, config.memory_mb)))
         self.workers: list[_Worker] = []
+        self.idle: list[_Worker] = []  # those of them that wait for work
         # runs when the pool is collected and when the interpreter exits
         self.close = weakref.finalize(self, _kill_all, self.workers, os.getpid())
 
@@ -355,93 +337,85 @@ def run(
     add: Callable[[int, list[int], _CallResult], None],  # called with function, samples, result
 ) -> None:
     "Score all samples by all functions; every sample gets exactly one result."
-    self.queue = deque(_cut_jobs(self.specs, n, self.size, self.config.chunk_size))
-    self.args, self.add = args, add
-    for w in [w for w in self.workers if w.process.poll() is not None]:  # it died idle
-        self._remove(w)
-    try:
-        while self.queue or any(w.job for w in self.workers):
-            self._dispatch()
-            waiting = [w for w in self.workers if w.job or not w.ready]
-            left = min((w.since + w.limit for w in waiting), default=0) - time.monotonic()
-            heard = _listen(waiting, max(left, 0.001))
-            for w in waiting:
-                self._poll(w, w.pipe.fileno() in heard)
-    except BaseException:
-        _kill_all(self.workers, os.getpid())
-        raise
+    jobs = _cut_jobs(self.specs, n, self.size, self.config.chunk_size)
+    with ThreadPoolExecutor(self.size) as threads:
+        working = [threads.submit(self._work, job, args[job.which], add) for job in jobs]
+        try:
+            for each in as_completed(working):
+                each.result()
+        except BaseException:
+            while wait(working, 0.02).not_done:  # also those that begin just now
+                for job in jobs:
+                    job.rows = []
+                for w in list(self.workers):
+                    w.process.kill()
+            self.idle.clear()
+            _kill_all(self.workers, os.getpid())
+            raise
 
 # %% ../nbs/method/02_reward_workers.ipynb #4f030826
 @patch
-def _dispatch(self: WorkerPool) -> None:
-    "Start workers while there is work for them, and give jobs to the idle."
-    wanted = len(self.queue) + sum(w.job is not None for w in self.workers)
-    while len(self.workers) < min(self.size, wanted):
-        self.workers.append(_Worker(self.blob, self.config))
-    for w in self.workers:
-        if w.ready and not w.job and self.queue:
-            job = self.queue.popleft()
-            columns = {k: [v[r] for r in job.rows] for k, v in self.args[job.which].items()}
-            payload = _pickled((job.which, columns, len(job.rows), job.split))
-            at_once = 1 if job.split else len(job.rows)
-            w.give(job, payload, self.deadlines[job.which] * at_once)
+def _take_worker(self: WorkerPool) -> _Worker:
+    "A worker that waits for work, or a new one."
+    while self.idle:
+        with suppress(IndexError):  # another thread was faster
+            w = self.idle.pop()
+            if w.process.poll() is None:
+                return w
+            self._remove(w)  # it died idle
+    self.workers.append(w := _Worker(self.blob, self.config))
+    try:
+        w.send(w.hello, w.limit)
+        hello = w.receive()
+    except (TimeoutError, EOFError, ValueError) as e:
+        raise RewardError(f"A reward worker did not start: {w._fate(e)[1]}.") from None
+    if hello == {"ready": True}:
+        return w
+    why = str(hello.get("failed") if isinstance(hello, dict) else _shown(hello))[-2000:]
+    raise RewardError(
+        "A reward worker could not load the functions. Modules that they import must be importable from "
+        f"sys.path.\n{why}"
+    )
 
 # %% ../nbs/method/02_reward_workers.ipynb #4d454394
 @patch
-def _poll(self: WorkerPool, w: _Worker, heard: bool) -> None:
-    "Exchange what is there with one worker; end it if it is gone, late or talks nonsense."
-    alive = not heard or w._exchange()
-    try:
-        for message in w.messages():
-            self._receive(w, message)
-    except RewardError:
-        raise
-    except ValueError as e:
-        return self._lost(w, "error", f"the process was killed: {e}")
-    if not alive:
-        self._lost(w, "error", w._exit_reason())
-    elif (w.job or not w.ready) and time.monotonic() - w.since > w.limit:
-        self._lost(w, "timeout", f"no result after {w.limit:g} s; the process was killed")
+def _work(self: WorkerPool, job: _Job, columns: dict[str, list], add: Callable) -> None:
+    "Score the samples of a job, with another worker after one that is gone, late or talks nonsense."
+    while n := len(job.rows):
+        w, args = self._take_worker(), {k: [v[r] for r in job.rows] for k, v in columns.items()}
+        payload, since = _pickled((job.which, args, n, job.split)), time.monotonic()
+        try:
+            w.send(payload, self.deadlines[job.which] * (1 if job.split else n))
+            while job.rows:
+                since = time.monotonic()
+                if (result := self._result(w, job)) is not None:
+                    _file(job, result, add)
+            self._remove(w) if w.got else self.idle.append(w)  # nobody asked for more
+        except RewardError:
+            raise
+        except (TimeoutError, EOFError, ValueError) as e:
+            outcome, message = w._fate(e)
+            self._remove(w)
+            n, ms = len(job.rows), 1000 * (time.monotonic() - since)
+            blamed = n if self.specs[job.which].whole_batch else int(job.split or n == 1)
+            job.split = True
+            if blamed:
+                _file(job, _CallResult(outcome, None, blamed, message, ms / blamed), add)
+
+
+def _file(job: _Job, result: _CallResult, add: Callable) -> None:
+    "Hand over the result of the next samples."
+    rows, job.rows = job.rows[: result.n], job.rows[result.n :]
+    add(job.which, rows, result)
 
 # %% ../nbs/method/02_reward_workers.ipynb #861be869
 @patch
-def _receive(self: WorkerPool, w: _Worker, message: Any) -> None:
-    "File one message of a worker; what nobody asked for is a ValueError."
-    job = w.job
-    if not w.ready and message == {"ready": True}:
-        w.ready = True
-        return
-    if not w.ready:
-        why = str(message.get("failed") if isinstance(message, dict) else _shown(message))[-2000:]
-        raise RewardError(
-            "A reward worker could not load the functions. Modules that they import must be importable from "
-            f"sys.path.\n{why}"
-        )
-    result = _decode(message, len(self.specs[job.which].labels())) if job else None
-    if job is None or result is None and job.split or result and result.n > len(job.rows):
+def _result(self: WorkerPool, w: _Worker, job: _Job) -> _CallResult | None:
+    "The next result of a job; None says that the others come one at a time. What nobody asked for is a ValueError."
+    message = w.receive()
+    result = _decode(message, len(self.specs[job.which].labels()))
+    if result is None and job.split or result and result.n > len(job.rows):
         raise ValueError(f"it sent {_shown(message)}")
-    if result is None:
-        job.split = True
-    else:
-        rows, job.rows = job.rows[: result.n], job.rows[result.n :]
-        self.add(job.which, rows, result)
-    w.since, w.limit = time.monotonic(), self.deadlines[job.which]
-    w.job = job if job.rows else None
-
-# %% ../nbs/method/02_reward_workers.ipynb #1e6d3e9f
-@patch
-def _lost(self: WorkerPool, w: _Worker, outcome: str, message: str) -> None:
-    "A worker hung or died: blame the sample it was at, and queue the rest again."
-    if not w.ready:
-        raise RewardError(f"A reward worker did not start: {message}.")
-    job, ms = w.job, 1000 * (time.monotonic() - w.since)
-    self._remove(w)
-    if job is None:
-        return
-    alone = int(job.split or len(job.rows) == 1)
-    blamed = len(job.rows) if self.specs[job.which].whole_batch else alone
-    rows, rest = job.rows[:blamed], job.rows[blamed:]
-    if rest:
-        self.queue.appendleft(_Job(job.which, rest, True))
-    if rows:
-        self.add(job.which, rows, _CallResult(outcome, None, len(rows), message, ms / len(rows)))
+    job.split = job.split or result is None
+    w.limit = self.deadlines[job.which]
+    return result

@@ -131,7 +131,7 @@ if child == 0:
 os.waitpid(child, 0)
 runner = RewardRunner([backtracks], workers=1, timeout_s=100)
 threading.Thread(target=runner, args=(one,), daemon=True).start()
-while not (runner.pool and runner.pool.workers and runner.pool.workers[0].job):
+while not (runner.pool and runner.pool.workers and runner.pool.workers[0].limit == 100):
     time.sleep(0.01)
 time.sleep(0.2)
 print(runner.pool.workers[0].process.pid, runner.pool.workers[0].folder, flush=True)
