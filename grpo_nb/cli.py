@@ -30,7 +30,7 @@ from .files import RunLocked
 from .lab.frames import flat_keys
 from .lab.plots import plot_run
 from .lab.runs import FailedRun, Spec
-from .lab.session import _described
+from .lab.session import _described, _untrained
 from .lab.study import Study
 from .lab.what_if import what_if
 from .processes import PeerError, _first_to_tell, join_processes, _leave_processes, say
@@ -93,9 +93,9 @@ def train(
     if trainer.interrupted:
         trainer.close("interrupted")
         return trainer
-    if config.steps and not trainer.counters.values["optimizer_steps"]:
-        trainer.close("stopped")
-        raise FailedRun(f"Nothing was trained: {trainer.stop or 'every group was filtered'}")
+    if config.steps and (why := _untrained(trainer)):
+        trainer.close()
+        raise FailedRun(f"Nothing was trained: {why}")
     _wind_up(trainer, before)
     trainer.close()
     return trainer

@@ -322,15 +322,18 @@ _SECRET_NAMES = (
 _SECRET_VALUES = (
     r"(?<=://)(?!git@)([^/\s:@]*:[^/\s]+|[^/\s@?#]+)(?=@)",  # https://user:pw@host
     r"(?<![\w-])(-[a-zA-Z]*[uU]|--(proxy-)?user|--?a(?:uth)?)[ =]?['\"]?(?!\d+:\d+\b)[^\s:/'\"]+:[^\s'\"/][^\s'\"]*",  # of curl
-    r"(?i:(?:api|access|account)_?key|token|secret|password|passwd|pwd|sig|signature|(?<=[?&])key)=[^\s&'\"<]{2,}",  # in a query
-    r"(?i:(api|access)[_-]?key|password|passwd|authorization)['\"]?(: ?|=| (?=\S*\d))['\"]?(?i:(bearer|basic|token) )?[^\s&'\"<]{2,}",  # a header, a command
+    r"(?i:(?:api|access|account)_?key|token|secret|password|passwd|pwd|sig|signature|(?<=[?&])(?:key|auth))=[^\s&'\"<]{2,}",  # in a query
+    r"(?i:(api|access)[_-]?key|password|passwd|authorization)['\"]?(: ?|=| (?=\S*\d))['\"]?(?i:(bearer|basic|token) )?[^\s&'\"<]{2,}|--token[ =]\S+",  # a header, a command
     r"\bBearer (?=\S*\d)[\w.~+/=-]{12,}|^Bearer [\w.~+/=-]{12,}$|^Basic [\w+/]{8,}=+$",
     r"\bsk-(?=\S*\d)[\w-]{20,}|\bhf_\w{16,}|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{10,}|\bglpat-[\w-]{10,}",
     r"\bxox[a-z]-[\w-]{8,}|\bA[KS]IA[0-9A-Z]{16}|\bAIza[\w-]{30,}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*",
-    r"\b(?:[sr]k_live|gsk|r8|npm|dop_v1|wandb_v1)_\w{16,}|\b(?:pplx|xai|tvly|pypi)-[\w-]{16,}|\bSG\.[\w-]{16,}|\bya29\.[\w-]{9,}|\bbot\d+:[\w-]{30,}",
-    r"hooks\.slack\.com/services/\S+|/api/webhooks/\S+|-----BEGIN [A-Z ]*PRIVATE KEY[\s\S]*",
+    r"\b(?:[sr]k_live|gsk|r8|npm|dop_v1|wandb_v1)_\w{16,}|\b(?:pplx|xai|tvly|pypi|nvapi|csk)-[\w-]{16,}|\bSG\.[\w-]{16,}|\bya29\.[\w-]{9,}|\bbot\d+:[\w-]{30,}",
+    r"(?:hooks\.slack\.com/services|webhook\.office\.com)/\S+|/api/webhooks/\S+|-----BEGIN [A-Z ]*PRIVATE KEY[\s\S]*",
 )
 _SECRET_NAME = re.compile("|".join(_SECRET_NAMES), re.I)
+# of any service: by the name, and a value that says nothing
+_KEY_NAME = re.compile(r"(^|[._-])(key|pat)s?$", re.I)
+_KEY_VALUE = re.compile(r"(?=([^\d\s]*\d){4})(?=\S*[A-Za-z])[\w.~+/=-]{16,}$")
 _SECRET_VALUE = re.compile("|".join(_SECRET_VALUES))
 _WANDB_KEY = re.compile(r"(?<![\w/@-])(?<!commit )(?<!revision )[0-9a-f]{40}(?![\w/])")
 
@@ -342,7 +345,8 @@ def hide_secrets(
     known: Iterable[str] = (),  # secrets that a text may quote, see `secret_texts`
 ):
     "The same for display or export: `<hidden>` where a name or the look of a value tells a secret; not where only a program knows (`sshpass -p`, `mysql -pX`, `curl -b`)."
-    secret = secret or bool(_SECRET_NAME.search(name))
+    odd = isinstance(value, str) and _KEY_VALUE.match(value) and _KEY_NAME.search(name)
+    secret = secret or bool(odd or _SECRET_NAME.search(name))
     if isinstance(value, Mapping):
         pair = str(value.get("name")) if "value" in value else ""  # {name: TOKEN, value: ...}
         key = lambda k: pair if pair and k == "value" else str(k)

@@ -547,11 +547,16 @@ def _check_setup(self: GRPO):
     if ends and ends < c.steps and falls != "constant":
         said = f"The tasks end after {ends} steps, but the {falls} schedule falls over steps={c.steps}: set steps={ends}."
         warnings.warn(said, stacklevel=3)
-    if not any(self.weights):
-        warnings.warn("All reward weights are 0, so nothing is learned of rewards.", stacklevel=3)
-    if c.num_generations < 2:
-        said = "num_generations=1: without siblings all advantages are 0, so nothing is learned."
-        warnings.warn(said, stacklevel=3)
+    scaled = [
+        w * c.advantage.scales.get(k, 1) for k, w in zip(self.rewards.components, self.weights)
+    ]
+    zeros = {
+        "All reward weights or scales are 0": not any(scaled),
+        "optimizer.lr is 0": not c.optimizer.lr,
+        "num_generations=1: without siblings all advantages are 0": c.num_generations < 2,
+    }
+    for why in (k for k, there in zeros.items() if there):
+        warnings.warn(f"{why}, so nothing is learned of rewards.", stacklevel=3)
 
 # %% ../nbs/method/04_trainer.ipynb #ac6358d4
 @patch(cls_method=True)

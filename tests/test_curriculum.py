@@ -166,16 +166,23 @@ def test_recipe_trains_two_steps(tmp_path, capsys):
     assert rows["selection/pass_rate"].between(0, 1).all()
 
 
-@pytest.mark.parametrize("size,code,left", [(32, 1, 10), (4, 0, 2)])
+OFTEN, NEVER = (
+    f"{{format_match: {{pattern: '{x}'}}}}" for x in ("<think>.[0-5].*", "no such text")
+)
+
+
+@pytest.mark.parametrize(
+    "size,code,left,paid", [(32, 1, 10, OFTEN), (4, 0, 2, OFTEN), (4, 1, 2, NEVER)]
+)
 def test_a_stream_that_ends_counts_what_is_left_and_nothing_trained_is_an_error(
-    tmp_path, capsys, size, code, left
+    tmp_path, capsys, size, code, left, paid
 ):
     rows = data_path("tasks/easy_train.jsonl").read_text().splitlines()[:10]
     (tmp_path / "ten.jsonl").write_text("\n".join(rows))
     options = [
         f"tasks.tasksets=[{{path: {tmp_path}/ten.jsonl, name: ten}}]", "tasks.epochs=1", "tasks.eval=data:tasks/easy_eval.jsonl",
-        f"train_batch_size={size}", "num_generations=2", "eval.limit=2", "eval.samples=1",
-        "policy.max_new_tokens=4", "run.progress=false", f"run.dir={tmp_path}/run",
+        f"train_batch_size={size}", "num_generations=8", "eval.limit=2", "eval.samples=1",
+        "policy.max_new_tokens=4", "run.progress=false", f"run.dir={tmp_path}/run", f"rewards.functions={paid}",
     ]  # fmt: skip
     assert main(["train", *options]) == code
     said = capsys.readouterr()

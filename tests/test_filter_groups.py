@@ -346,6 +346,10 @@ def test_what_looks_like_filtering_and_is_not_understood_is_shown():
         "Dropped 3 of 8 groups",
         "skipping group 3: reward std is 0",
         "5/8 groups filtered out",
+        "Dynamic sampling: 12 < 32 prompts",
+        "Rejected 12 groups with std 0",
+        "5 of 16 prompts survived filtering",
+        "filtered_prompts: 4",
         "step:1 - training/filter_groups/evicted_samples:12 - x:1",  # verl's V1 trainer
     ):
         s = parse_filter_logs("\n".join([*STEP, line, "max_num_gen_batches: 10"]))[1]

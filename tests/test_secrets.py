@@ -24,6 +24,7 @@ SECRETS = dict.fromkeys(NAMES.split(), "x") | {
     "extra": ["Bearer abcdefghijklmnop", KEY, "hf_abcdefghijklmnopqrst", "ghp_" + "a" * 36],
     "db": {"pass": "x", "pw": "x", "token_2": "x", "connection_string": "x"},
     "wandb": "0123456789abcdef0123456789abcdef01234567",
+    "search_key": "x0123456789abcdef",
     "keys": ["sk_live_0123456789abcdef", "gsk_0123456789abcdef0123", "ASIA0123456789ABCDEF"],
 }
 QUOTED = {  # hidden where they stand in a text
@@ -38,9 +39,9 @@ QUOTED = {  # hidden where they stand in a text
     "env": [{"name": "JUDGE_TOKEN", "value": "pw"}],
     "error": f"401 from https://user:pw@host: {KEY} refused, header 'Bearer pw0123456789abcd'",
     "at": "https://user:p@pw@host/x",
-    "signed": "https://host/x?key=pw&sig=pw",
+    "signed": "https://host/x?key=pw&sig=pw https://host/x?auth=pw",
     "header": "curl -H 'Authorization: Basic pw0123' -d '{\"api_key\": \"pw\"}'",
-    "line": "judge --api-key pw0 password: pw",
+    "line": "judge --api-key pw0 password: pw --token pw1",
     "hook": "https://hooks.slack.com/services/pw/0123456789abcdef",
 }
 COUNTS = dict.fromkeys("max_tokens tokens max_new_tokens micro_tokens".split(), 64)

@@ -168,9 +168,10 @@ def test_fit_takes_whole_numbers_of_steps(steps, tmp_path, capsys):
 
 def test_the_command_line_says_what_the_defaults_are(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    small = ["steps=1", "train_batch_size=2", "num_generations=2", "policy.max_new_tokens=4"]
+    small = ["steps=1", "train_batch_size=2", "num_generations=8", "policy.max_new_tokens=4"]
+    small += ["rewards.functions={format_match: {pattern: '<think>.[0-5].*'}}"]
     assert main(["train", *small, "eval.limit=2", "eval.samples=1", "run.progress=false"]) == 0
-    assert "The defaults (no recipe is given): 1 steps of 2 x 2 samples" in capsys.readouterr().out
+    assert "The defaults (no recipe is given): 1 steps of 2 x 8 samples" in capsys.readouterr().out
 
 
 def press_twice(trainer, at):

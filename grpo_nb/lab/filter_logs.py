@@ -39,7 +39,8 @@ _PATTERNS = {fact: re.compile(text) for fact, text in _PATTERNS.items()}
 _HINT = re.compile(  # a line that should have been understood
     r"(?i)generated batch|\b(?:filtered|kept|accumulated|dropped|discarded)\b[^.]{0,80}\d|num_prompt_in_batch|"
     r"\bfiltering \d|zero[- ](?:variance|std)|\d[^.:]{0,80}\b(?:groups?|prompts?)\b[^.:]{0,80}\b(?:filtered|removed|dropped|skipped|discarded)|"
-    r"(?<!max_)num_gen_batches|enough data|filter_groups/\w+['\"]?[:=] ?\d|\b(?:skipp|dropp|remov|discard|filter)(?:ing|ed) (?:group|prompt)"
+    r"dynamic[ _](?:sampl|filter)\w*\b.*\d|std ?={1,2} ?0|filter(?:ed)?_\w+['\"]?[ :=]+\d|\b(?:rejected|removed|survived)\b[^.]{0,80}\d|"
+    r"\d[^.:]{0,40}\b(?:rejected|removed|survived)|(?<!max_)num_gen_batches|enough data|filter_groups/\w+['\"]?[:=] ?\d|\b(?:skipp|dropp|remov|discard|filter)(?:ing|ed) (?:group|prompt)"
 )
 _hinted = lru_cache(4)(_HINT.search)
 

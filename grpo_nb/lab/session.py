@@ -197,6 +197,8 @@ def on_fit_end(self: _Session, trainer: GRPO):
     except BaseException as e:
         self.mark("interrupted" if isinstance(e, KeyboardInterrupt) else "failed")
         raise
+    if step and not self.interrupted and (why := _untrained(trainer)):
+        warnings.warn(f"Nothing was trained: {why}.", stacklevel=3)
     bad = trainer.broken or trainer.bad_steps >= trainer.config.max_bad_steps
     if self.interrupted or bad:
         say(self._how_to_go_on())
@@ -204,6 +206,14 @@ def on_fit_end(self: _Session, trainer: GRPO):
     self.mark("failed" if bad else "interrupted" if self.interrupted else done)
 
 # %% ../../nbs/lab/02_session.ipynb #575e71d2
+def _untrained(trainer: GRPO) -> str:
+    "Why no step has moved the weights, or nothing if one has."
+    if any((row.get("grad_norm") or 0) > 0 for row in trainer.history):
+        return ""
+    ended = isinstance(trainer.stop, str) and trainer.stop
+    return ended or "in every step all groups were filtered, or had equal rewards"
+
+
 @patch
 def on_evaluate(self: _Session, trainer: GRPO, scores: Any):
     "Say whose scores these are not."
