@@ -329,10 +329,7 @@ class Rollout:
             if len(value) != len(self):
                 raise ValueError(f"{name} has {len(value)} entries for {len(self)} samples.")
             if isinstance(value, Tensor) and value.requires_grad:
-                raise ValueError(
-                    f"{name} requires grad: a rollout must be detached, else the ratio's gradient flows into "
-                    "the sampler. Sample under torch.no_grad()."
-                )
+                raise ValueError(f"{name} must be detached: sample under no_grad().")
         if self.mask_NS.shape != self.old_logp_NS.shape:
             raise ValueError(
                 f"mask_NS {tuple(self.mask_NS.shape)} and old_logp_NS {tuple(self.old_logp_NS.shape)} differ."

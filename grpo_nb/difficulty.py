@@ -86,7 +86,7 @@ class PassRateEstimator:
         self.rho = (0.2 if has_models else 0.0) if c.rho is None else c.rho
         if not has_models and (self.rho > 0 or weaker is not None or stronger is not None):
             raise ValueError(
-                "rho > 0 interpolates between two reference models: give weaker and stronger, or neither and rho=0."
+                "Give weaker and stronger, the two reference models of rho > 0, or rho=0."
             )
         for column in (weaker, stronger) if has_models else ():
             _check_rates(column, num_tasks)

@@ -198,9 +198,7 @@ def _item_index(item_NS, mask_NS) -> tuple[Tensor, int]:
     "Item ids as 0 ... width - 1, and the width."
     if item_NS is None or item_NS.shape != mask_NS.shape or item_NS.is_floating_point():
         got = "nothing" if item_NS is None else f"{tuple(item_NS.shape)} {item_NS.dtype}"
-        raise ValueError(
-            f"Items need item_NS, the item id of each step: integers of shape {tuple(mask_NS.shape)}, got {got}."
-        )
+        raise ValueError(f"Items need item_NS, integers {tuple(mask_NS.shape)}; got {got}.")
     ids, index_NS = torch.unique(item_NS, return_inverse=True)
     return index_NS, max(len(ids), 1)
 

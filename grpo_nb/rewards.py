@@ -122,9 +122,7 @@ def reward_function(
         try:
             f.reward_options = options
         except AttributeError:
-            raise ValueError(
-                f"Options cannot be kept on {_shown(f)}: declare them on a function that calls it."
-            ) from None
+            raise ValueError(f"Options cannot be kept on {_shown(f)}: wrap it.") from None
         return f
 
     return mark if function is None else mark(function)

@@ -54,7 +54,7 @@ def _task_key(task: Any) -> tuple[Any, int]:
     taskset_id, index = get("taskset_id"), get("index")
     if taskset_id is None or not isinstance(index, (int, np.integer)):
         raise ValueError(
-            f"Feedback needs tasks with taskset_id and index, got {type(task).__name__}. Draw tasks with TasksetScheduler.read()."
+            f"Feedback needs tasks of a scheduler's read(), got {type(task).__name__}."
         )
     return taskset_id, int(index)
 

@@ -334,6 +334,7 @@ class _EstimatorSelector(BaseSelector):
     "A selector that keeps a PassRateEstimator; the base of the adaptive ones."
 
     adaptive = distinct = True
+    needs_models = False
     renamed = {"c_range": "interpolation_range"}
 
     @configuration
@@ -345,7 +346,7 @@ class _EstimatorSelector(BaseSelector):
     def __init__(self, data_source, config=None):
         super().__init__(data_source, config)
         keys = self.config.feature_keys
-        if len(keys) not in (0, 2):
+        if len(keys) not in (2, 2 * self.needs_models):
             raise ValueError(
                 f"{self.config.selector_type} takes two feature_keys, the pass rates of a weaker and a stronger "
                 f"reference model, got {list(keys)}."
@@ -376,6 +377,8 @@ class _EstimatorSelector(BaseSelector):
 class DifficultyBasedSelector(_EstimatorSelector):
     "Tasks whose estimated pass rate is near a target (BOTS, arXiv 2510.26374)."
 
+    needs_models = True
+
     @configuration
     class Options(_EstimatorSelector.Options):
         "Parameters of `difficulty_based`."
@@ -389,10 +392,6 @@ class DifficultyBasedSelector(_EstimatorSelector):
 
     def __init__(self, data_source, config=None):
         super().__init__(data_source, config)
-        if not self.config.feature_keys:
-            raise ValueError(
-                "difficulty_based needs two feature_keys: pass rates of a weaker and a stronger model."
-            )
         if (tau := self.options.tau) > 0.3 and self.options.method != "parity":
             warnings.warn(
                 f"difficulty_based with tau={tau:g} is nearly uniform: scores lie in [-1, 0], so weights differ "

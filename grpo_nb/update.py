@@ -146,10 +146,7 @@ class UpdateConfig:
 
     def __post_init__(self):
         if self.scheme == "reference" and self.num_epochs > 1:
-            raise ValueError(
-                f"scheme='reference' is a single-epoch form: it needs num_epochs=1, got {self.num_epochs}. "
-                "For several epochs use scheme='fixed'."
-            )
+            raise ValueError(f"scheme='reference' needs num_epochs=1, got {self.num_epochs}.")
 
     @property
     def needs_reference(self) -> bool:

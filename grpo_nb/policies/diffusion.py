@@ -292,7 +292,7 @@ def _same_chain(self: DiffusionPolicy, r: Rollout):
     time, std = s.table(s.time_T, step_NS).float(), s.std_T[step_NS.cpu()].to(r.states["std"])
     if not torch.equal(time, r.states["time"]) or not torch.allclose(std, r.states["std"]):
         raise ValueError(
-            "The rollout's times or deviations are those of another schedule or noise level: score with the sampler that drew it."
+            "The rollout is of another schedule or noise: give the sampler that drew it."
         )
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #50ef2b28

@@ -96,9 +96,7 @@ class Sampler:
         known = ("x0", "flow", "eps") if self.by_sigma else ("x0", "eps", "v")
         one_of(f"prediction for {self.scheme!r}", self.prediction, known)
         if self.prediction == "eps" and self.by_sigma and max(self.level_T) >= 1:
-            raise ValueError(
-                "At sigma = 1 the state is pure noise, so predicted noise says nothing about the clean sample: use 'flow' or 'x0'."
-            )
+            raise ValueError("At sigma = 1 the state is pure noise: predict 'flow' or 'x0'.")
 
     def __len__(self) -> int:
         return len(self.time_T)
