@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import date, datetime
 from decimal import Decimal
@@ -271,17 +271,13 @@ def plain(
     where: str = "config",  # its place, for the message
 ):
     "The same as data that YAML and JSON can hold."
-    if type(value).__module__.startswith("omegaconf"):
-        from omegaconf import OmegaConf
-
-        value = OmegaConf.to_container(value, resolve=True)
     if is_dataclass(value) and not callable(value):
         value = {f.name: getattr(value, f.name) for f in fields(value)}
     if isinstance(value, Mapping):
         return {str(k): plain(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, (set, frozenset)):
         value = sorted(value, key=str)
-    if isinstance(value, (list, tuple, range)):
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
     return _plain_leaf(value, where)
 
