@@ -92,8 +92,9 @@ def open_tasks(
 ) -> Any:
     "The tasks that a source holds."
     table = hasattr(source, "to_dict") or hasattr(source, "column_names")
+    named = {} if prompt == "prompt" else {"prompt": prompt}  # reasoning-gym has another default
     if isinstance(source, (str, os.PathLike)) or table and not isinstance(source, Taskset):
-        return Taskset.load(source, prompt=prompt)
+        return Taskset.load(source, **named)
     listed = hasattr(type(source), "__len__") and hasattr(type(source), "__getitem__")
     if not listed or isinstance(source, Mapping):
         raise ValueError(
@@ -103,7 +104,7 @@ def open_tasks(
     if not len(source):
         raise ValueError("There are no tasks in it: the list is empty.")
     rows = isinstance(source[0], Mapping)
-    return Taskset.load(list(source), prompt=prompt) if rows else source
+    return Taskset.load(list(source), **named) if rows else source
 
 # %% ../nbs/method/02_stream.ipynb #5a6d1474
 SMALL = 10**5  # tasks that are all looked at before training

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_nb.stream import open_tasks
 from grpo_nb.tasks import Task, Taskset, _feature_array, overlap
 
 ROWS = [
@@ -120,3 +121,4 @@ def test_a_function_makes_prompts_and_a_generator_s_mistakes_are_told():
         Taskset.load("gym:chain_sum", min_terms=0)
     with pytest.raises(ValueError, match="no_such"):
         Taskset.load("gym:gcd", no_such=1)
+    assert open_tasks("gym:gcd")[0].prompt.startswith("Find the Greatest")  # at the door of GRPO
