@@ -85,9 +85,7 @@ class PassRateEstimator:
         has_models = weaker is not None and stronger is not None
         self.rho = (0.2 if has_models else 0.0) if c.rho is None else c.rho
         if not has_models and (self.rho > 0 or weaker is not None or stronger is not None):
-            raise ValueError(
-                "Give weaker and stronger, the two reference models of rho > 0, or rho=0."
-            )
+            raise ValueError("Give weaker and stronger, two reference models, or leave rho at 0.")
         for column in (weaker, stronger) if has_models else ():
             _check_rates(column, num_tasks)
         self.num_tasks, self.weaker, self.stronger = num_tasks, weaker, stronger

@@ -259,8 +259,7 @@ class FilterGroupsConfig:
             raise ValueError("filter_groups.rule='metric' needs filter_groups.metric, e.g. 'acc'.")
         if self.metrics and self.rule in ("all_components", "combined", "sum"):
             raise ValueError(
-                f"filter_groups.metric={self.metric!r} and rule={self.rule!r} are two different filters. Give the metric, "
-                "or the rule."
+                f"Give filter_groups.metric={self.metric!r} or rule={self.rule!r}, not both."
             )
 
     @property

@@ -508,9 +508,7 @@ class LossConfig:
         a = self.arguments()
         cap, upper = a.get("ratio_max"), a["clip"].bounds[1] if "clip" in a else 0
         if cap is not None and cap < upper:
-            raise ValueError(
-                f"ratio_max={cap}, an absolute cap, is below the clip's bound {upper}."
-            )
+            raise ValueError(f"ratio_max={cap}, an absolute cap, is below the clip's end {upper}.")
         _ = self.pulls  # refuses wrong options
         _warn_by_length(self)
 

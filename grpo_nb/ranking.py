@@ -118,9 +118,7 @@ def _read_risks(risks: Mapping) -> dict[tuple, dict[str, float]]:
         risk = {t: check_number(f"The risk {t!r} of {film!r}", v, 0, 1) for t, v in risk.items()}
         first, known = found.setdefault(film_key(film), (film, risk))
         if known != risk:
-            raise ValueError(
-                f"{first!r} and {film!r} are one film with two entries, {known} and {risk}: keep one of them."
-            )
+            raise ValueError(f"{first!r} and {film!r} are one film with two entries: keep one.")
     return {key: risk for key, (_, risk) in found.items()}
 
 # %% ../nbs/method/02_ranking.ipynb #7a781613

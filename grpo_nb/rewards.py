@@ -156,9 +156,7 @@ def _parameters(function: Callable, name: str) -> list[inspect.Parameter]:
         parameters = list(inspect.signature(function).parameters.values())
         if not any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):
             return parameters
-    raise ValueError(
-        f"Reward {name!r} is called with keywords, which its signature does not take: wrap it in a function."
-    )
+    raise ValueError(f"Reward {name!r} is called with keywords, which it does not take: wrap it.")
 
 # %% ../nbs/method/01_rewards.ipynb #cd0c06cf
 def _read_signature(function: Callable, name: str, form: str | None) -> dict[str, Any]:
@@ -287,9 +285,7 @@ def _task_fields(task: Any) -> tuple[Any, Mapping]:
         return task["prompt"], {k: v for k, v in task.items() if k != "prompt"}
     if hasattr(task, "prompt"):
         return task.prompt, getattr(task, "columns", None) or {}
-    raise ValueError(
-        f"A task needs `.prompt` and `.columns` (or to be a dict with 'prompt'), got {_shown(task)}."
-    )
+    raise ValueError(f"A task needs `.prompt`, or is a dict with 'prompt'; got {_shown(task)}.")
 
 # %% ../nbs/method/01_rewards.ipynb #0bcb060a
 def _reward_columns(rollout: Rollout) -> dict[str, list]:

@@ -53,9 +53,7 @@ def _task_key(task: Any) -> tuple[Any, int]:
     get = task.get if isinstance(task, Mapping) else lambda name: getattr(task, name, None)
     taskset_id, index = get("taskset_id"), get("index")
     if taskset_id is None or not isinstance(index, (int, np.integer)):
-        raise ValueError(
-            f"Feedback needs tasks of a scheduler's read(), got {type(task).__name__}."
-        )
+        raise ValueError(f"Feedback needs tasks of a scheduler's read, got {type(task).__name__}.")
     return taskset_id, int(index)
 
 # %% ../nbs/method/03_scheduler.ipynb #dfe98f2c
@@ -298,10 +296,7 @@ def load_state_dict(self: TasksetScheduler, state: Mapping[str, Any]) -> None:
     held = [state["tasksets"][k] for k in sorted(state["tasksets"], key=int)]  # JSON: "10" < "2"
     held, own = [(t["id"], t["size"]) for t in held], list(zip(self.ids, self.sizes))
     if held != own:
-        raise ValueError(
-            f"The state belongs to tasksets {held}, this scheduler has {own}. "
-            "Resume with the same data, or start without a state."
-        )
+        raise ValueError(f"The state is of tasksets {held}, not of {own}: give the same data.")
     self.cursor = int(state["cursor"])
     for k, s in enumerate(self.selectors):
         s.load_state_dict(state["selectors"][str(k)])

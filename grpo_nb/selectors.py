@@ -117,8 +117,7 @@ class BaseSelector:
         "Continue from a state."
         if (size := state.get("num_tasks", self.num_tasks)) != self.num_tasks:
             raise ValueError(
-                f"The state belongs to a taskset of {size} tasks, this one has {self.num_tasks}. "
-                "Resume with the same data, or start without a state."
+                f"The state is of {size} tasks, not of {self.num_tasks}: give its data."
             )
         self.current_index = int(state.get("current_index", 0))
 
@@ -143,9 +142,7 @@ def column(self: BaseSelector, name: str) -> np.ndarray:
         raise ValueError(unknown_name("feature key", name, table))
     values = np.asanyarray(table.column(name) if hasattr(table, "column") else table[name])
     if values.shape != (self.num_tasks,) or values.dtype.kind not in "fiub":
-        raise ValueError(
-            f"Feature {name!r}: one number per task, got {values.dtype} {values.shape}."
-        )
+        raise ValueError(f"{name!r} needs one number per task, got {values.dtype} {values.shape}.")
     return values
 
 # %% ../nbs/method/02_selectors.ipynb #3d257c20

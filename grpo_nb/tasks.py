@@ -306,7 +306,7 @@ class Taskset:
         first = rows.row(0)
         if missing := {k for k in self.rename if _field_of(first, k) is None} - first.keys():
             raise ValueError(
-                f"{rows.where(0)}: no field {min(missing)!r} to rename; the row has {', '.join(first)}."
+                f"{rows.where(0)}: no {min(missing)!r} to rename in {', '.join(first)}."
             )
         self._task(first, 0)
         made_on_demand = not isinstance(getattr(rows, "rows", []), (list, tuple))

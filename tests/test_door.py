@@ -501,7 +501,7 @@ BERT = dict(vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers
         (lambda p: gdpo(torch.ones(2, 1), 3), "one id per sample, got 3"),
         (lambda p: opo(torch.ones(2), [0, 0], lengths_N=[1]), "tokens of each of 2 responses"),
         (lambda p: PassRateEstimator(2, np.ones(3), np.ones(3)), "one for each of 2 tasks"),
-        (lambda p: PassRateEstimator(2, np.ones(2)), "give weaker and stronger"),
+        (lambda p: PassRateEstimator(2, np.ones(2)), "Give weaker and stronger"),
         (lambda p: TasksetScheduler([ROWS], 2, total_epochs=-1), "total_epochs must be >= 0"),
         (lambda p: GroupCollector({}, "two"), "train_batch_size must be a whole number"),
         (lambda p: evaluate(p, ROWS, RIGHT, limit=1.5), "limit. must be a whole number"),

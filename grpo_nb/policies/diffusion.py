@@ -291,9 +291,7 @@ def _same_chain(self: DiffusionPolicy, r: Rollout):
         raise ValueError(f"The rollout has steps up to {int(step_NS.max())}, the sampler {len(s)}.")
     time, std = s.table(s.time_T, step_NS).float(), s.std_T[step_NS.cpu()].to(r.states["std"])
     if not torch.equal(time, r.states["time"]) or not torch.allclose(std, r.states["std"]):
-        raise ValueError(
-            "The rollout is of another schedule or noise: give the sampler that drew it."
-        )
+        raise ValueError("The rollout is of another schedule or noise: take the sampler it is of.")
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #50ef2b28
 @patch

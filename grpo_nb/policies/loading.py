@@ -296,9 +296,7 @@ def add_lora(
             unfit = "lora_dropout alora_invocation_tokens arrow_config layer_replication".split()
             odd = [k for k in unfit if getattr(config, k, None) not in (None, 0)]
             if odd := odd or ["lora_alpha=0"] * (not config.lora_alpha):
-                raise ValueError(
-                    f"leave out {odd[0]}: all that is trained is sampled from and saved."
-                )
+                raise ValueError(f"leave out {odd[0]}: all that is trained is sampled and saved.")
             inject_adapter_in_model(config, model)
         except (TypeError, ValueError, IndexError) as e:
             raise ValueError(f"lora: {e}") from None
