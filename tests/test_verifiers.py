@@ -104,17 +104,13 @@ def test_accepted_answers_of_any_sequence():
         ("It isn't $5$", "5", 0),
         ("more than 5.5", "5.5", 0),
         ("1e999999999", "1", 0),
-        ("negative 6", "6", 0),
         ("from 5 to 6", "6", 0),
         ("square root of 6", "6", 0),
-        ("$5$, $6$", "6", 0),
         ("$6$ is wrong", "6", 0),
         ("it cannot be $6$", "6", 0),
         (r"\text{either } 5 \text{ or } 6", "6", 0),
         ("(101)_{2}", "101", 0),
-        ("0b11", "0", 0),
         ("2^T", "2", 0),  # no transpose of a number
-        ("1,1,2", "1,2,2", 0),
         ("1:2:3", "1/6", 0),
     ],
 )
