@@ -389,6 +389,9 @@ def override(
 
     tree, given = config_tree(config), given_keys(config) if given is None else given
     if isinstance(overrides, Mapping):
+        keys = _leaf_keys(overrides)
+        if twice := {k for k in keys if keys.count(k) > 1}:
+            raise ValueError(f"{', '.join(sorted(twice))} is given twice: leave one out.")
         for path, value in _settings(config, overrides):
             tree = _with_key(tree, path, value)
     else:

@@ -146,6 +146,8 @@ def evaluate(
 ) -> Scores:
     "How many greedy and sampled completions pass; training that goes on later is not touched."
     c = build_config(EvalConfig, config)
+    if not hasattr(rewards, "components"):
+        raise ValueError(f"rewards is a RewardRunner, such as RewardRunner(f), got {rewards!r}.")
     for i in (k := [k] if isinstance(k, int) else k):
         check_number("k of pass@k", i, 1, c.samples, whole=True)
     parts = _parts(tasks, c.limit)

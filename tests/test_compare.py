@@ -514,7 +514,7 @@ def test_real_runs_share_their_start_and_their_tasks(tmp_path):
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_a_variant_about_rewards_is_judged_by_the_base(tmp_path):
     long = {"rewards.functions.long": {"reward": "length_target", "target": 8}}
-    arms = {"base": {"optimizer.lr": 0.0}, "longer": long | {"optimizer.lr": 0.0}}
+    arms = {"base": {"optimizer.lr": 1e-30}, "longer": long | {"optimizer.lr": 1e-30}}
     study = compare(arms, BASE, seeds=[0], budget=Steps(1), dir=tmp_path)
     a, b = study.frame()["eval_sampled"]
     assert a == b  # nothing was learned, and the second reward does not count

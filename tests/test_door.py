@@ -505,6 +505,8 @@ BERT = dict(vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers
         (lambda p: TasksetScheduler([ROWS], 2, total_epochs=-1), "total_epochs must be >= 0"),
         (lambda p: GroupCollector({}, "two"), "train_batch_size must be a whole number"),
         (lambda p: evaluate(p, ROWS, RIGHT, {"limit": 1.5}), "limit must be a whole number"),
+        (lambda p: evaluate(p, ROWS, RIGHT), "rewards is a RewardRunner, such as"),
+        (lambda p: load_config(None, {"optimizer": {"lr": 1}, "optimizer.lr": 2}), "optimizer.lr is given twice"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.scales": {"wrong": 2}}), "Unknown reward 'wrong'"),
         (lambda p: GRPO(p, ROWS, RIGHT, 3), "config is a GRPOConfig of grpo_nb or a mapping"),
         (lambda p: GRPO(p, ROWS, RIGHT, "r.yaml"), "load_config reads a recipe"),
