@@ -654,9 +654,8 @@ def _run(
             x = x * x.new_tensor(r.weights_R).view(-1, *[1] * (x.ndim - 2))
         group_N = r.groups.index_N
     ok = r.ok_NK[:, 0] if r.flat else r.ok_NK
-    values = torch.where(
-        ok, ADVANTAGES.call(c.mode, ok.shape, x.clone(), group_N, **keys).to(ok.device), 0.0
-    )
+    values = ADVANTAGES.call(c.mode, ok.shape, x.clone(), group_N, **keys).to(ok.device)
+    values = torch.where(ok, values, 0.0).float()
     if not values.isfinite().all():
         at = (~values.isfinite()).nonzero()[0].tolist()
         raise ValueError(f"The estimator {name!r} returned {values[tuple(at)].item()} at {at}.")
@@ -666,7 +665,7 @@ def _run(
             "they teach nothing.",
             stacklevel=3,
         )
-    return values.float()
+    return values
 
 
 def _check_keys(c: AdvantageConfig, names: Sequence[str]) -> None:
