@@ -33,7 +33,14 @@ from .lab.runs import FailedRun, Spec
 from .lab.session import _described, _untrained
 from .lab.study import Study
 from .lab.what_if import what_if
-from .processes import PeerError, _first_to_tell, join_processes, _leave_processes, say
+from grpo_nb.processes import (
+    PeerError,
+    _first_to_tell,
+    join_processes,
+    _leave_processes,
+    of_first,
+    say,
+)
 from .tasks import data_path
 from .trainer import GRPO
 
@@ -93,7 +100,7 @@ def train(
     if trainer.interrupted:
         trainer.close("interrupted")
         return trainer
-    if config.steps and (why := _untrained(trainer)):
+    if config.steps and (why := of_first(lambda: _untrained(trainer))):
         trainer.close()
         raise FailedRun(f"Nothing was trained: {why}")
     _wind_up(trainer, before)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ONE_THREAD', 'Groups', 'GroupStats', 'group_stats', 'weighted_sum', 'masked_sum', 'masked_mean', 'Registry',
-           'seed_of', 'seeded', 'seed_globally', 'Rollout', 'pad_to', 'concat', 'in_shares', 'rollout_to_state',
-           'rollout_from_state', 'minibatches', 'Policy', 'sample_in_shares', 'check_finite']
+           'seed_of', 'seeded', 'seed_globally', 'Rollout', 'pad_to', 'concat', 'in_shares', 'own_rows',
+           'rollout_to_state', 'rollout_from_state', 'minibatches', 'Policy', 'sample_in_shares', 'check_finite']
 
 # %% ../nbs/method/00_core.ipynb #d55f1d33
 import contextlib
@@ -466,27 +466,22 @@ def concat(rollouts: Sequence[Rollout]) -> Rollout:
 
 # %% ../nbs/method/00_core.ipynb #f8f3a19b
 def in_shares(
-    f: Callable[[Any], Rollout],  # makes samples of tasks, or rewards samples
-    whole: list | Rollout,  # tasks, or samples
-) -> Rollout:  # what `f` makes of the whole, on every process
+    f: Callable[[list], Rollout],  # makes samples of tasks
+    tasks: list,
+) -> Rollout:  # the samples of all tasks, on every process
     "Let every process work on its share, and gather the results; a failure of one is a failure of all."
     if place()[1] == 1:
-        return f(whole)
-    samples = isinstance(whole, Rollout)
-    index_N = Groups.of(whole.group_N).index_N if samples else torch.arange(len(whole))
+        return f(tasks)
+    mine = share(len(tasks))
+    parts = _gather_results(lambda: f([tasks[i] for i in mine]).to("cpu") if mine else [])
+    return concat([x for x in parts if len(x)])
+
+
+def own_rows(rollout: Rollout) -> list[int]:
+    "The samples that are this process's to reward: whole groups."
+    index_N = Groups.of(rollout.group_N).index_N
     mine = share(len(index_N.unique()))
-    rows = ((mine.start <= index_N) & (index_N < mine.stop)).nonzero()[:, 0]
-
-    def work():
-        if samples:
-            return f(whole[rows]).to("cpu"), rows
-        return f([whole[i] for i in mine]).to("cpu") if mine else [], rows
-
-    parts = [(x, at) for x, at in _gather_results(work) if len(x)]
-    found = concat([x for x, _ in parts])
-    if not samples:
-        return found
-    return found[torch.cat([at for _, at in parts]).argsort()].replace(group_N=whole.group_N)
+    return ((mine.start <= index_N) & (index_N < mine.stop)).nonzero()[:, 0].tolist()
 
 # %% ../nbs/method/00_core.ipynb #c9ab98a6
 def _weights_at_hand(policy: Any) -> contextlib.AbstractContextManager:

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from .config import Count, Natural, build_config, check_number, configuration
-from .core import Policy, Rollout, in_shares, sample_in_shares, seeded
+from .core import Policy, Rollout, sample_in_shares, seeded
 from .filter_groups import _total_reward
 from .rewards import passing_rewards, sample_scores
 
@@ -157,10 +157,10 @@ def evaluate(
     with _uncounted(rewards):
         if c.greedy:
             drawn = sample_in_shares(policy, tasks, 1, seeded(seed, "eval"), greedy=True)
-            scores["greedy"] = sample_scores(in_shares(rewards, drawn), passed).cpu().numpy()
+            scores["greedy"] = sample_scores(rewards(drawn, shared=True), passed).cpu().numpy()
         if c.samples:
             drawn = sample_in_shares(policy, tasks, c.samples, seeded(seed, "eval"))
-            scores |= _sampled_scores(in_shares(rewards, drawn), c.samples, k, weights, passed)
+            scores |= _sampled_scores(rewards(drawn, shared=True), c.samples, k, weights, passed)
     return Scores(_with_intervals(scores, parts), len(tasks), c.samples, passed, scores)
 
 # %% ../nbs/method/03_evaluate.ipynb #2cca782c

@@ -11,8 +11,8 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -23,7 +23,8 @@ from fastcore.basics import patch
 
 from .config import Count, Natural, Positive, Share, build_config, configuration
 from .config import one_of, override
-from .core import Rollout, seed_of
+from .core import Rollout, own_rows, seed_of
+from .processes import _gather_results, place
 from .reward_workers import WorkerPool
 from grpo_nb.rewards import (
     _CallResult,
@@ -272,6 +273,7 @@ def check_tasks(self: RewardRunner, tasks: Sequence) -> None:
 def __call__(
     self: RewardRunner,
     rollout: Rollout,  # with tasks and outputs
+    shared: bool = False,  # every process has this batch, and scores its share of it
 ) -> Rollout:  # the same with rewards_NR, or rewards_NRK if a component returned rows
     "Score every sample with every component."
     with self.lock:
@@ -281,7 +283,8 @@ def __call__(
         record = _RewardRecord(self.components, n, self.config)
         self.failures = record.failures
         if n:  # an empty batch has no tasks, hence no columns to check
-            self._score(record, columns, n)
+            shared = shared and place()[1] > 1
+            self._fill(record, columns, own_rows(rollout) if shared else None)
         table = record.table()
         self._count(record, table)
         values = torch.from_numpy(table).float().to(rollout.group_N.device)
@@ -294,8 +297,29 @@ def __call__(
 
 # %% ../nbs/method/03_reward_runner.ipynb #252f108d
 @patch
-def _score(self: RewardRunner, record: _RewardRecord, columns: dict, n: int) -> None:
-    "Call every function: in workers those that need them, the others here; results come in any order."
+def _fill(self: RewardRunner, record: _RewardRecord, columns: dict, mine: list | None) -> None:
+    "File the results of every function; of several processes the same record on all, as if one had made it."
+    every, calls = list(range(record.n)), []
+    if mine is None:
+        return self._score(record.add, columns, [every] * len(self.specs))
+    first = every if place()[0] == 0 else []  # functions of the whole batch are called once
+    rows = [first if s.whole_batch else mine for s in self.specs]
+
+    def keep(at, rows, result):
+        calls.append((at, rows, replace(result, error=None)))
+
+    def work():
+        self._score(keep, columns, rows)
+        return calls
+
+    for call in chain(*_gather_results(work)):
+        record.add(*call)
+
+
+@patch
+def _score(self: RewardRunner, file: Callable, columns: dict, rows: list[list[int]]) -> None:
+    "Call every function for its samples: in workers those that need them, the others here; results come in any order."
+    n = len(columns["completions"])
     seeds = lambda s: [seed_of(self.config.seed or 0, s.name, self.batches, i) for i in range(n)]
     asks = lambda s: s.accepts is None or "sample_seed" in s.accepts
     args = [s.pick(columns | ({"sample_seed": seeds(s)} if asks(s) else {})) for s in self.specs]
@@ -304,14 +328,15 @@ def _score(self: RewardRunner, record: _RewardRecord, columns: dict, n: int) -> 
             self.pool = WorkerPool([self.specs[i] for i in self.pooled], self.config)
 
         def add(which, rows, result):
-            record.add(self.columns[self.pooled[which]], rows, result)
+            file(self.columns[self.pooled[which]], rows, result)
 
-        self.pool.run([args[i] for i in self.pooled], n, add)
+        self.pool.run(*([x[i] for i in self.pooled] for x in (args, rows)), add)
     for i in sorted(set(range(len(args))) - set(self.pooled)):
-        rows = iter(range(n))
-        for result in _evaluate_reward(self.specs[i], args[i], n, self.specs[i].form == "single"):
+        spec, n, at = self.specs[i], len(rows[i]), iter(rows[i])
+        own = {k: [v[j] for j in rows[i]] for k, v in args[i].items()}
+        for result in _evaluate_reward(spec, own, n, spec.form == "single") if n else ():
             if result is not None:
-                record.add(self.columns[i], list(islice(rows, result.n)), result)
+                file(self.columns[i], list(islice(at, result.n)), result)
 
 # %% ../nbs/method/03_reward_runner.ipynb #b289ad26
 @patch

@@ -287,14 +287,15 @@ def _fate(self: _Worker, error: Exception) -> tuple[str, str]:
     return "error", "the process closed its pipe"
 
 # %% ../nbs/method/02_reward_workers.ipynb #b00c4120
-def _cut_jobs(specs: Sequence[RewardSpec], n: int, workers: int, chunk_size: int) -> list[_Job]:
+def _cut_jobs(specs: Sequence, samples: Sequence, workers: int, chunk_size: int) -> list[_Job]:
     "Jobs that cover every sample of every function once; only whole-batch functions exceed `chunk_size`."
-    jobs, rows = [], list(range(n))
-    for which, spec in enumerate(specs):
+    jobs = []
+    for which, (spec, rows) in enumerate(zip(specs, samples)):
+        n = len(rows)
         single, step = spec.form == "single", n if spec.whole_batch else chunk_size
         if single:  # small enough that all workers stay busy to the end
             step = min(chunk_size, math.ceil(n / (4 * workers)))
-        jobs += [_Job(which, rows[i : i + step], single) for i in range(0, n, step)]
+        jobs += [_Job(which, rows[i : i + step], single) for i in range(0, n, step or 1)]
     return jobs
 
 # %% ../nbs/method/02_reward_workers.ipynb #1561393c
@@ -333,11 +334,11 @@ class WorkerPool:
 def run(
     self: WorkerPool,
     args: Sequence[dict[str, list]],  # the columns of each function
-    n: int,  # samples
+    rows: Sequence[list[int]],  # the samples of each function
     add: Callable[[int, list[int], _CallResult], None],  # called with function, samples, result
 ) -> None:
-    "Score all samples by all functions; every sample gets exactly one result."
-    jobs = _cut_jobs(self.specs, n, self.size, self.config.chunk_size)
+    "Score these samples; every one gets exactly one result of each function."
+    jobs = _cut_jobs(self.specs, rows, self.size, self.config.chunk_size)
     with ThreadPoolExecutor(self.size) as threads:
         working = [threads.submit(self._work, job, args[job.which], add) for job in jobs]
         try:

@@ -25,7 +25,7 @@ from .advantages import _as_trained, _check_keys, _warn_cancelled_scales, weight
 from .collector import GroupCollector
 from .config import Count, Natural, NonNegative, Positive, check_number, config_tree
 from .config import configuration, given_keys, one_of, override, _check_options
-from .core import Policy, Rollout, in_shares, sample_in_shares, seeded
+from .core import Policy, Rollout, sample_in_shares, seeded
 from .evaluate import EvalConfig, Scores, _parts
 from .evaluate import evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig, _check_metrics, _warn_of_shaping
@@ -225,9 +225,9 @@ def reward(
     state = {"global_step": self.step_done, "max_steps": self.config.steps, "epoch": epoch}
     self.rewards.trainer_state = state  # for functions that ask for it
     with self.counters.timed("reward_seconds"):
-        rollout = in_shares(self.rewards, rollout)
+        rollout = self.rewards(rollout, shared=True)
     self.counters.add(reward_calls=len(rollout) * len(rollout.reward_names))
-    self.batch_rows["reward"].append(merge_rows(gather(self.rewards.metrics())))
+    self.batch_rows["reward"].append(self.rewards.metrics())
     self._tell_stream(rollout)
     return rollout
 

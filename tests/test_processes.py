@@ -10,7 +10,16 @@ import pytest
 import torch
 from resumed import check_resume, every, is_timing
 
-from grpo_nb.all import ADVANTAGES, GRPO, GRPOConfig, Rollout, TokenPolicy, data_path, seeded
+from grpo_nb.all import (
+    ADVANTAGES,
+    GRPO,
+    GRPOConfig,
+    Rollout,
+    TokenPolicy,
+    data_path,
+    reward_function,
+    seeded,
+)
 from grpo_nb.losses import AGGREGATIONS
 from grpo_nb.processes import place
 
@@ -78,6 +87,19 @@ def per_item(completion, **_):
     return [float(completion[0]), float(completion[1] > 1)]
 
 
+def drawn(completion, sample_seed, **_):
+    return sample_seed % 97 / 97
+
+
+@reward_function(whole_batch=True)
+def rank_in_batch(completions, **_):
+    return [float(sorted(completions).index(c)) for c in completions]
+
+
+def item_of_some(completion, index, **_):
+    return per_item(completion) if index > 1 else None  # on one process perhaps none
+
+
 TASKS = [{"prompt": f"task {i}", "index": i} for i in range(6)]
 CASES = {f"advantage {k}": {"advantage.mode": k} for k in every(ADVANTAGES)}
 CASES |= {
@@ -88,6 +110,8 @@ CASES |= {
 FILTER = {"filter_groups.enable": True, "filter_groups.metric": "low", "num_generations": 3}
 CASES |= {
     "per item": {"rewards": {"total": total, "per_item": per_item}, "advantage.mode": "gdpo"},
+    "item of some": {"rewards": {"total": total, "some": item_of_some}, "advantage.mode": "gdpo"},
+    "rewards": {"rewards": {"total": total, "drawn": drawn, "rank": rank_in_batch}},
     "epochs": {"update.num_epochs": 3, "update.minibatch_size": 6, "update.loss.kl_coef": 0.1},
     "split groups": {"update.num_epochs": 2, "update.minibatch_size": 5, "update.whole_groups": False},
     "one row": {"update.minibatch_size": 1, "update.whole_groups": False},  # one process has none
@@ -218,9 +242,8 @@ def test_what_is_wrong_on_one_process_is_told_to_all(two_ranks):
     assert two_ranks["gradient"] == [(0, 1, True)] * 2
     for said in two_ranks["old"]:
         assert said.startswith("RatioMismatch") and "up to 0.01" in said
-    other, own = two_ranks["reward"]
-    assert own.startswith("RewardError: Reward 'fails'")
-    assert other == f"PeerError: Process 1 has failed: {own}"
+    one, two = two_ranks["reward"]
+    assert one == two and one.startswith("RewardError: Reward 'fails', sample 8: ZeroDivisionError")
 
 
 def resumes(folder):

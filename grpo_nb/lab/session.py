@@ -197,7 +197,7 @@ def on_fit_end(self: _Session, trainer: GRPO):
     except BaseException as e:
         self.mark("interrupted" if isinstance(e, KeyboardInterrupt) else "failed")
         raise
-    if step and not self.interrupted and (why := _untrained(trainer)):
+    if step and not self.interrupted and (why := of_first(lambda: _untrained(trainer))):
         warnings.warn(f"Nothing was trained: {why}.", stacklevel=3)
     bad = trainer.broken or trainer.bad_steps >= trainer.config.max_bad_steps
     if self.interrupted or bad:
