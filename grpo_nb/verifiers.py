@@ -174,7 +174,7 @@ _BEHIND = re.compile(  # any unit but $, which would close a formula
 )
 
 
-_TEX = r"\\(?:cdot|times|div|pm|mp|sqrt)"
+_TEX = r"\\(?:cdot|times|div|pm|mp|sqrt)(?![A-Za-z])"
 _PART_OF = re.compile(  # what makes an answer part of a formula, or takes it back: 2\boxed{5}, not \boxed{5}
     rf"(?:(?:[0-9)}}\]]|(?<![A-Za-z])[a-z] ?)[-+]|[0-9/^]|{_TEX} ?|(?:[_^]|\\sqrt|frac ?(?:\{{[^{{}}]*\}})?)\{{"
     r"|(?:\b(?:not|minus|negative)|n['’]t)\s*\$?)\Z"
@@ -185,14 +185,15 @@ _GOES_ON = re.compile(  # \boxed{3}.14, \boxed{5}^2
 )
 
 
-def _with_neighbours(before: str, answer: str, after: str) -> str:
-    "An answer with the minus before and the unit or multiple behind its box or dollars; empty if it is part of a formula."
+def _with_neighbours(before: str, answer: str, after: str, trusted: bool = False) -> str:
+    "An answer with the minus before and the unit or multiple behind its box or dollars; empty if it is part of a formula and not `trusted`."
     behind = re.search(r"\d\}?$", answer) and _BEHIND.match(after)
     if len(re.findall(r"(?<!\\)\$\$?|\\[(\[\])]", before)) % 2:  # where spaces say nothing
         before, after = (
             re.sub(r"(?<![A-Za-z])[ ~]|\\[,;:! ]", "", x) for x in (before[-99:], after[:99])
         )
-    if _PART_OF.search(before[-99:]) or not behind and _GOES_ON.match(after):
+    part = _PART_OF.search(before[-99:]) or not behind and _GOES_ON.match(after)
+    if part and not trusted:
         return ""
     if re.search(r"(?:^|[^A-Za-z-]|\\[A-Za-z]+)-$", before[-99:]):
         answer = f"-({answer})" if _quantity(answer) is None else f"-{answer}"
@@ -208,7 +209,7 @@ _NEXT_BOX = re.compile(  # \boxed{1} and \boxed{2}, another one
 )
 
 
-def _last_box(text: str) -> str:
+def _last_box(text: str, trusted: bool) -> str:
     "What stands in the last box, or in the last several in a row, with its neighbours; nothing if it is not closed."
     while (joined := _NEXT_BOX.sub(r"\1, ", text)) != text:
         text = joined
@@ -216,19 +217,19 @@ def _last_box(text: str) -> str:
     before, rest = text[: box.start()], text[box.end() :]
     if not rest.startswith("{"):  # \boxed 5
         inside = re.match(r"[^\s${}\\]*", rest)[0]
-        return _with_neighbours(before, inside.rstrip(".,"), rest[len(inside) :])
+        return _with_neighbours(before, inside.rstrip(".,"), rest[len(inside) :], trusted)
     for brace in re.finditer(r"\\.|[{}]", rest):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth <= 0:
             at = brace.start()
-            return rest[1:at] and _with_neighbours(before, rest[1:at], rest[at + 1 :])
+            return rest[1:at] and _with_neighbours(before, rest[1:at], rest[at + 1 :], trusted)
     return ""
 
 # %% ../nbs/method/02_verifiers.ipynb #f8d3c93a
-def _bare(text: str) -> str:
+def _bare(text: str, trusted: bool = False) -> str:
     "An answer without box, dollars or emphasis round it, in single spaces; empty if there is none."
     text = re.sub(r"\\text(?:normal|bf|it|rm)(?![A-Za-z])", r"\\text", text.translate(_PLAIN))
-    text = (_last_box(text) if _BOX.search(text) else text).strip()
+    text = (_last_box(text, trusted) if _BOX.search(text) else text).strip()
     while (match := _WRAPPED.fullmatch(text)) and (not match[1] or match[1] not in match["a"]):
         text = (match["a"] or match["b"] or match["c"] or match["d"]).strip()
     text = _PART.sub(lambda m: f"{m[1]} {unicodedata.normalize('NFKC', m[2])}", text)
@@ -264,7 +265,7 @@ def _accepted_answers(wanted: Any, column: str, finder: _AnswerFinder) -> list[s
         # a solution as in GSM8K, whatever the rule
         marked = re.findall(r"(?:^|\n)#### *(\S[^\n]*)\s*$", x) if isinstance(x, str) else ()
         texts = [x, *marked] if isinstance(x, str) else _number_texts(x)
-        out += [_bare(finder.reference(t)) for t in texts]
+        out += [_bare(finder.reference(t), trusted=True) for t in texts]
         if not out[-1]:
             raise ValueError(f"Column {column!r} holds no answer in {_shown(x)}.")
     return out
