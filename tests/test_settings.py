@@ -10,6 +10,7 @@ from grpo_nb.integrations.from_trinity import config_from_trinity
 from grpo_nb.integrations.from_trl import config_from_trl
 from grpo_nb.integrations.from_verl import config_from_verl
 from grpo_nb.lab.recipe import open_stream
+from grpo_nb.losses import Clip
 
 FOLDER = Path(__file__).parent / "recorded" / "configs"
 FILES = sorted(FOLDER.glob("*/*.json"))
@@ -188,6 +189,51 @@ def test_a_value_of_the_wrong_kind_is_one_line_that_names_key_and_value(library,
     with pytest.raises(ValueError) as told:
         READERS[library]({key: value})
     assert all(part in str(told.value) for part in (f"{key}", says, f"got {value!r}"))
+
+
+ACTOR = "actor_rollout_ref.actor"
+VERL_LOSSES = {  # loss_mode -> what is read of it, with clip_ratio_high=0.28
+    "vanilla": {"clip": Clip(0.2, 0.28, 3.0), "aggregation": "token_mean"},
+    "gspo": {"clip": Clip(0.2, 0.28), "aggregation": "seq_mean_token_mean"},
+    "geo_mean": {"clip": Clip(0.2, 0.28), "aggregation": "seq_mean_token_mean"},
+    "cispo": {"options": {"ratio_min": 0.8, "ratio_max": 1.28}, "aggregation": "token_mean"},
+    "dppo_tv": {"options": {"low": 0.2, "high": 0.28, "ratio_max": 3.0}},
+    "sapo": {"options": {"tau_pos": 1.0, "tau_neg": 1.05}, "aggregation": "seq_mean_token_mean"},
+    "gpg": {"options": {}, "clip": None, "aggregation": "token_mean"},
+}
+
+
+@pytest.mark.parametrize("mode", VERL_LOSSES)
+def test_every_loss_of_verl_is_read_with_the_bounds_that_it_has(mode):
+    keys = {f"{ACTOR}.policy_loss.loss_mode": mode, f"{ACTOR}.clip_ratio_high": 0.28}
+    found = config_from_verl(keys).config.update.loss
+    assert {k: getattr(found, k) for k in VERL_LOSSES[mode]} == VERL_LOSSES[mode]
+
+
+@pytest.mark.parametrize(
+    "keys, prompts, steps",
+    [
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 1}, 4, 10),  # the same weights
+        ({"gradient_accumulation_steps": 4, "generation_batch_size": 16, "steps_per_generation": 2}, 4, 10),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 4}, 4, 5),
+    ],
+)  # fmt: skip
+def test_generations_of_trl_that_share_weights_are_one(keys, prompts, steps):
+    c = config_from_trl(keys | {"per_device_train_batch_size": 8, "max_steps": 10}).config
+    assert (c.train_batch_size, c.steps) == (prompts, steps)
+    with pytest.raises(ValueError, match="ends within a generation"):
+        config_from_trl({"gradient_accumulation_steps": 4, "steps_per_generation": 6})
+
+
+def test_what_a_script_computes_is_asked_for(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("DATA=(data.train_batch_size=512 data.max_response_length=700)")
+    c = config_from_verl(script).config
+    assert (c.train_batch_size, c.policy.max_new_tokens) == (512, 700)
+    for text in ("N=$((8 * 2))\npython data.train_batch_size=$N", "python data.seed=`date`"):
+        script.write_text(text)
+        with pytest.raises(ValueError, match=r"The script computes data.\w+: put its value in"):
+            config_from_verl(script)
 
 
 def test_a_misspelt_key_is_told_with_the_one_that_was_meant():

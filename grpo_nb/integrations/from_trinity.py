@@ -40,7 +40,7 @@ _TRINITY_REASONS = (
     (r"explorer\.auxiliary_models", "a second model as judge: give a reward function"),
     (r"explorer\.", "engine that generates there"),
     (r"trainer\.", "how work is split over devices"),
-    (r"(project|name|checkpoint_root_dir|group|mode|monitor|log)", "names and folders of the other program: see run.dir"),
+    (r"(project|name|checkpoint_root_dir|group|mode$|monitor|log)", "names and folders of the other program: see run.dir"),
 )  # fmt: skip
 
 

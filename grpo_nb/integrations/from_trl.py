@@ -27,15 +27,16 @@ _TRL_LOSSES = {  # loss_type: policy loss, aggregation
     "luspo": ("ppo", "luspo"), "vespo": ("vespo", "token_mean"),
 }  # fmt: skip
 _TRL_SCALES = {
-    True: "grpo",
+    "true": "grpo",
     "group": "grpo",
     "batch": "grpo_batch",
-    False: "dr_grpo",
+    "false": "dr_grpo",
     "none": "dr_grpo",
 }
 _TRL_REASONS = (
     (r"(use_vllm|vllm_|cache_implementation|use_transformers_paged|ds3_)", "where and how samples are generated; no effect on the method here"),
-    (r"(gradient_checkpointing|attn_implementation|use_liger|bf16|fp16|tf32|torch_dtype|dtype|deepspeed|fsdp|ddp_|optim$|torch_)", "memory, speed or precision of the other program"),
+    (r"(gradient_checkpointing|attn_implementation|use_liger|bf16|fp16|tf32|torch_dtype|dtype|deepspeed|fsdp|ddp_|torch_)", "memory, speed or precision of the other program"),
+    (r"optim$", "AdamW here: another optimizer changes the method"),
     (r"dataset_", "a hub data set: give tasks.train a file"),
     (r"reward_funcs", "names of functions of that project, not in REWARDS: give rewards.functions"),
     (r"max_prompt_length", "prompts are never cut; no such setting (and none in TRL 1.16)"),
@@ -87,23 +88,32 @@ def _trl_batch(s: Settings, processes: int) -> tuple[int, int, int, int]:
         s.take("gradient_accumulation_steps", at, 1),
     )
     pieces = s.take("steps_per_generation", at, accumulated)
-    if whole := s.take("generation_batch_size", at, 0):
+    whole = s.take("generation_batch_size", at, 0)
+    if (
+        whole and "steps_per_generation" not in s.given
+    ):  # TRL's object has both, for its own machine
         if whole % (per * processes):
             raise ValueError(
                 f"generation_batch_size={whole} is no multiple of {per} x {processes} processes; TRL refuses this."
             )
         pieces = whole // (per * processes)
+    if pieces < accumulated and not accumulated % pieces and s.given.get("num_iterations", 1) == 1:
+        pieces = accumulated  # several generations of the same weights are one
     samples = per * processes * pieces
     if samples % group:
         raise ValueError(
             f"{per} x {processes} processes x {pieces} = {samples} samples are not whole groups of {group}; TRL refuses this."
         )
-    updates = pieces * s.take("num_iterations", "update.num_epochs", 1) / accumulated
+    uses = pieces * s.take("num_iterations", "update.num_epochs", 1)
+    if uses % accumulated:
+        raise ValueError(
+            f"An optimizer step of {accumulated} batches ends within a generation that is used for {uses}: no such step here."
+        )
     return (
         samples // group,
         group,
         min(per * processes * accumulated, samples),
-        max(int(updates), 1),
+        uses // accumulated,
     )
 
 # %% ../../nbs/integrations/05_from_trl.ipynb #a2a2ff4f
@@ -215,4 +225,5 @@ def _trl_advantage(s: Settings) -> str:
     kinds, key = ("sum_then_normalize", "normalize_then_sum"), "multi_objective_aggregation"
     if one_of(key, s.take(key, "advantage.mode", kinds[0]), kinds) == kinds[1]:
         return "gdpo"
-    return _TRL_SCALES[one_of("scale_rewards", "group" if scale is None else scale, _TRL_SCALES)]
+    scale = "group" if scale is None else str(scale).lower()
+    return _TRL_SCALES[one_of("scale_rewards", scale, _TRL_SCALES)]

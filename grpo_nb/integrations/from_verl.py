@@ -6,11 +6,13 @@
 __all__ = ['config_from_verl']
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #51940d0b
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..config import one_of
+from ..losses import POLICY_LOSSES
 from grpo_nb.integrations.settings import (
     Reading,
     Settings,
@@ -37,6 +39,7 @@ _VERL_REASONS = (
     (r"actor_rollout_ref\.rollout\.val_kwargs", "evaluation samples as training does, and greedily: eval.samples, eval.greedy"),
     (r".*(micro_batch|dynamic_bsz|max_token_len|fsdp|ulysses|offload|strategy|megatron|shuffle)", "how work is split over devices; no effect on the method"),
     (r"actor_rollout_ref\.rollout\.(multi_turn|agent)", "no tools and no further turns here: this changes the method"),
+    (r"actor_rollout_ref\.rollout\.(min_p|repetition_penalty|do_sample|ignore_eos)", "no such sampling option here: this changes what is sampled"),
     (r"actor_rollout_ref\.rollout\.", "engine that generates there; no effect on the method"),
     (r"actor_rollout_ref\.(model|ref)\.", "how the model is run there"),
     (r"(reward|reward_model)[\w.]*(overlong|max_resp_len)", "belongs to the length penalty, which is off, or is not logged here"),
@@ -133,20 +136,16 @@ def _verl_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
 # %% ../../nbs/integrations/05_from_verl.ipynb #71fe315f
 def _verl_loss(s: Settings) -> dict[str, Any]:
     "Policy loss, clip, aggregation and the KL of the loss."
-    kind = {"vanilla": "ppo"}.get(
-        mode := s.take(f"{_ACTOR}.policy_loss.loss_mode", "update.loss.policy_loss", "vanilla"),
-        mode,
-    )
-    width = s.take(f"{_ACTOR}.clip_ratio", "update.loss.clip.low", 0.2)
-    clip = {
-        "low": s.take(f"{_ACTOR}.clip_ratio_low", "update.loss.clip.low", width),
-        "high": s.take(f"{_ACTOR}.clip_ratio_high", "update.loss.clip.high", width),
-    }
-    if kind == "ppo":
-        clip["dual"] = s.take(f"{_ACTOR}.clip_ratio_c", "update.loss.clip.dual", 3.0)
-    s.leave(f"{kind} has no dual clip; verl never reads it there", f"{_ACTOR}.clip_ratio_c")
-    ours = {"update.loss.policy_loss": kind, "update.loss.clip": clip} | _verl_kl(s)
-    mode = s.take(f"{_ACTOR}.loss_agg_mode", "update.loss.aggregation", "token-mean")
+    key = f"{_ACTOR}.policy_loss.loss_mode"
+    mode = one_of(key, s.take(key, "update.loss.policy_loss", "vanilla"), POLICY_LOSSES)
+    kind = {"vanilla": "ppo"}.get(mode, mode)
+    ours = {"update.loss.policy_loss": kind} | _verl_bounds(s, kind) | _verl_kl(s)
+    key, fixed = f"{_ACTOR}.loss_agg_mode", "seq-mean-token-mean"
+    if kind in ("gspo", "sapo", "geo_mean") and s.given.get(key, "") != fixed:
+        s.leave(f"{kind} has {fixed} in verl, whatever is set", key)
+        mode = fixed
+    else:
+        mode = s.take(key, "update.loss.aggregation", "token-mean")
     ours["update.loss.aggregation"] = {"seq-mean-token-sum-norm": "dr_grpo"}.get(
         mode, mode.replace("-", "_")
     )
@@ -158,6 +157,38 @@ def _verl_loss(s: Settings) -> dict[str, Any]:
         f"{_ACTOR}.entropy_coeff", "update.loss.entropy_coef", 0.0
     )
     return ours
+
+# %% ../../nbs/integrations/05_from_verl.ipynb #f75026a9
+def _verl_bounds(s: Settings, kind: str) -> dict[str, Any]:
+    "What keeps the ratio near 1, as far as this loss reads it."
+    takes, at = inspect.signature(POLICY_LOSSES[kind]).parameters, "update.loss.options"
+    others = {"tau_pos": ("tau_pos", 1.0), "tau_neg": ("tau_neg", 1.05)}
+    others |= {"beta": ("policy_loss.dro_beta", None)}
+    options = {k: s.take(f"{_ACTOR}.{v}", at, x) for k, (v, x) in others.items() if k in takes}
+    clips = "clip" in takes
+    if not clips and not {"ratio_min", "low"} & takes.keys():
+        keys = (f"{_ACTOR}.clip_ratio{end}" for end in ("", "_low", "_high", "_c"))
+        s.leave(f"{kind} clips no ratio", *keys)
+        return {"update.loss.options": options}
+    low, high = (f"update.loss.clip.{end}" if clips else at for end in ("low", "high"))
+    width = s.take(f"{_ACTOR}.clip_ratio", low, 0.2)
+    low = s.take(f"{_ACTOR}.clip_ratio_low", low, width)
+    high = s.take(f"{_ACTOR}.clip_ratio_high", high, width)
+    if "ratio_min" in takes:
+        options |= {"ratio_min": 1 - low, "ratio_max": 1 + high}
+    elif not clips:
+        top = s.take(f"{_ACTOR}.clip_ratio_c", at, 3.0)
+        options |= {"low": low, "high": high, "ratio_max": top}
+    s.leave(
+        f"{kind} has no dual clip; verl never reads it there",
+        *[f"{_ACTOR}.clip_ratio_c"] * (kind != "ppo"),
+    )
+    if not clips:
+        return {"update.loss.options": options}
+    clip = {"low": low, "high": high}
+    if kind == "ppo":
+        clip["dual"] = s.take(f"{_ACTOR}.clip_ratio_c", "update.loss.clip.dual", 3.0)
+    return {"update.loss.clip": clip}
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #a3b047a0
 def _verl_kl(s: Settings) -> dict[str, Any]:
@@ -216,9 +247,13 @@ def _verl_policy(s: Settings) -> dict[str, Any]:
         "policy.top_p": s.take(f"{_ROLLOUT}.top_p", "policy.top_p", 1.0),
         "policy.top_k": max(s.take(f"{_ROLLOUT}.top_k", "policy.top_k", -1), 0),  # -1: all
     }
-    if rank := s.take(f"{at}.lora_rank", "policy.lora", 0):
-        names = ("lora_alpha", "target_modules", "exclude_modules")
-        found = {name: s.take(f"{at}.{name}", "policy.lora") for name in names}
+    lora = f"{at}.lora"  # its newer place, without the prefix
+    if rank := s.take(f"{at}.lora_rank", "policy.lora", s.take(f"{lora}.rank", "policy.lora", 0)):
+        names = ("lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
+        new = {name: f"{lora}.{name.removeprefix('lora_')}" for name in names}
+        found = {
+            k: s.take(f"{at}.{k}", "policy.lora", s.take(new[k], "policy.lora")) for k in names
+        }
         ours["policy.lora"] = {"r": rank} | {k: v for k, v in found.items() if v is not None}
     return {k: v for k, v in ours.items() if v is not None}
 

@@ -76,7 +76,7 @@ class Settings:
                 why = (text for pattern, text in reasons if re.match(pattern, key))
                 near = "null: the default holds" if key in self.asked else self._near(key)
                 self.left[key] = near or next(
-                    why, "not a key that this reader knows; nothing here follows from it"
+                    why, "not a key that this reader knows: it is not read"
                 )
 
     def _near(self, key: str) -> str:
@@ -207,12 +207,17 @@ def _command_line(script: str) -> list[str]:
     known: dict[str, str] = {}
     words: list[str] = []
     for line in lines:
+        line = re.sub(r"^\s*\w+=\((?!\()(.*?)\)?\s*$", r"\1", line)  # an array
         for word in shlex.split(line, comments=True):
             word = _filled(word, known)
             if re.match(r"\w+=", word) and not words:
                 key, _, known_value = word.partition("=")
                 known[key] = known_value
             elif re.match(r"\+*[\w.]+\.[\w.]+=", word):
+                if re.search(r"\$\(|`", word):
+                    raise ValueError(
+                        f"The script computes {word.partition('=')[0]}: put its value in."
+                    )
                 words.append(word)
     return words
 
