@@ -375,6 +375,7 @@ def _loggers(logged: dict[str, dict], n: int) -> dict[str, Callable]:
         logged.setdefault("metrics", {}).setdefault(str(name), []).append(_number(value))
 
     def log_extra(column: str, values: Sequence) -> None:
+        values = [values] if isinstance(values, str) else values
         if len(values) != n:
             raise _ContractError(f"log_extra({column!r}) got {len(values)} values for {n} samples")
         as_json = lambda x: x.item() if hasattr(x, "item") else str(x)

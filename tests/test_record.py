@@ -308,7 +308,7 @@ def test_a_forked_child_does_not_release_the_lock(tmp_path):
 @pytest.mark.parametrize("fails", ["init", "log", "finish", None])
 def test_failing_wandb_never_stops_training(tmp_path, monkeypatch, fails):
     stub = MagicMock(id="abc")
-    stub.init.return_value, stub.Table = stub, lambda columns, data: (columns, data)
+    stub.init.return_value, stub.Table = stub, lambda columns, data, **_: (columns, data)
     if fails:
         getattr(stub, fails).side_effect = ConnectionError("gone")
     monkeypatch.setitem(sys.modules, "wandb", stub)

@@ -225,6 +225,13 @@ def test_generations_of_trl_that_share_weights_are_one(keys, prompts, steps):
         config_from_trl({"gradient_accumulation_steps": 4, "steps_per_generation": 6})
 
 
+def test_files_of_verl_that_are_called_alike_are_several():
+    files = ["gsm8k/test.parquet", "math/test.parquet"]
+    c = config_from_verl({"data.val_files": files, "data.train_files": files}).config
+    assert c.tasks.eval == dict(zip(("gsm8k-test", "math-test"), files))
+    assert [t["name"] for t in c.tasks.tasksets] == ["gsm8k-test", "math-test"]
+
+
 def test_what_a_script_computes_is_asked_for(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("DATA=(data.train_batch_size=512 data.max_response_length=700)")

@@ -18,6 +18,7 @@ from grpo_nb.integrations.settings import (
     _length_keys,
     _minibatch_keys,
     only,
+    _trl_advantage,
 )
 
 # %% ../../nbs/integrations/05_from_trl.ipynb #b3aa7af5
@@ -26,13 +27,6 @@ _TRL_LOSSES = {  # loss_type: policy loss, aggregation
     "dr_grpo": ("ppo", "dr_grpo"), "cispo": ("cispo", "token_mean"), "sapo": ("sapo", "seq_mean_token_mean"),
     "luspo": ("ppo", "luspo"), "vespo": ("vespo", "token_mean"),
 }  # fmt: skip
-_TRL_SCALES = {
-    "true": "grpo",
-    "group": "grpo",
-    "batch": "grpo_batch",
-    "false": "dr_grpo",
-    "none": "dr_grpo",
-}
 _TRL_REASONS = (
     (r"(use_vllm|vllm_|cache_implementation|use_transformers_paged|ds3_)", "where and how samples are generated; no effect on the method here"),
     (r"(gradient_checkpointing|attn_implementation|use_liger|bf16|fp16|tf32|torch_dtype|dtype|deepspeed|fsdp|ddp_|torch_)", "memory, speed or precision of the other program"),
@@ -186,7 +180,10 @@ def _trl_loss(s: Settings) -> dict[str, Any]:
     if loss == "cispo":
         bounds = {"update.loss.ratio_max": high}
     if loss in ("sapo", "vespo"):
-        bounds = {}
+        signs = {"sapo_temperature_pos": "tau_pos", "sapo_temperature_neg": "tau_neg"}
+        found = {v: s.take(k, "update.loss.options") for k, v in signs.items() if loss == "sapo"}
+        options = {k: v for k, v in found.items() if v is not None}
+        bounds = {"update.loss.options": options} if options else {}
     length = s.take("max_completion_length", "policy.max_new_tokens", 256)
     level = s.take("importance_sampling_level", "update.loss.level", "token")
     masked = s.take("mask_truncated_completions", "update.mask_truncated", False)
@@ -214,16 +211,10 @@ def _trl_policy(s: Settings) -> dict[str, Any]:
             "lora_alpha": "lora_alpha",
             "lora_dropout": "lora_dropout",
             "lora_target_modules": "target_modules",
+            "lora_modules_to_save": "modules_to_save",
+            "use_rslora": "use_rslora",
+            "use_dora": "use_dora",
         }
         found = {name: s.take(key, "policy.lora") for key, name in names.items()}
         ours["policy.lora"] = {k: only(v) for k, v in found.items() if v is not None}
     return {k: v for k, v in ours.items() if v is not None}
-
-# %% ../../nbs/integrations/05_from_trl.ipynb #449c4831
-def _trl_advantage(s: Settings) -> str:
-    scale = s.take("scale_rewards", "advantage.mode")  # text, or true and false
-    kinds, key = ("sum_then_normalize", "normalize_then_sum"), "multi_objective_aggregation"
-    if one_of(key, s.take(key, "advantage.mode", kinds[0]), kinds) == kinds[1]:
-        return "gdpo"
-    scale = "group" if scale is None else str(scale).lower()
-    return _TRL_SCALES[one_of("scale_rewards", scale, _TRL_SCALES)]

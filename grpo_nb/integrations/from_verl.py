@@ -87,6 +87,13 @@ def _verl_batch(s: Settings) -> tuple[dict[str, Any], int]:
     ) * epochs
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #0c2dce56
+def _named_files(files: Sequence) -> dict[str, str]:
+    "Files by name; where several are called alike, with the folder before it."
+    names = [Path(p).stem for p in files]
+    alike = lambda p: f"{Path(p).parent.name}-{Path(p).stem}"
+    return {n if names.count(n) < 2 else alike(p): str(p) for n, p in zip(names, files)}
+
+
 def _verl_data(s: Settings) -> dict[str, Any]:
     "Files of tasks."
     train, held = s.take("data.train_files", "tasks.train"), s.take("data.val_files", "tasks.eval")
@@ -98,11 +105,11 @@ def _verl_data(s: Settings) -> dict[str, Any]:
     }
     if isinstance(ours["tasks.train"], (list, tuple)):
         ours |= {
-            "tasks.tasksets": [{"name": Path(p).stem, "path": p} for p in map(str, train)],
+            "tasks.tasksets": [{"name": k, "path": p} for k, p in _named_files(train).items()],
             "tasks.train": None,
         }
     if isinstance(ours["tasks.eval"], (list, tuple)):
-        ours["tasks.eval"] = {Path(p).stem: p for p in map(str, held)}
+        ours["tasks.eval"] = _named_files(held)
     return {k: v for k, v in ours.items() if v is not None}
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #73dffddc

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import accepts, check_number, config_tree, override
+from ..config import accepts, check_number, config_tree, override, one_of
 from ..lab.frames import flat_keys
 from ..lab.recipe import GRPOConfig, _read_recipe, _at
 
@@ -172,6 +172,24 @@ SCHEDULES = {
 def only(value: Any) -> Any:
     "The one entry of a list of one."
     return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+
+# %% ../../nbs/integrations/04_settings.ipynb #e969341f
+_TRL_SCALES = {
+    "true": "grpo",
+    "group": "grpo",
+    "batch": "grpo_batch",
+    "false": "dr_grpo",
+    "none": "dr_grpo",
+}
+
+
+def _trl_advantage(s: Settings) -> str:
+    scale = s.take("scale_rewards", "advantage.mode")  # text, or true and false
+    kinds, key = ("sum_then_normalize", "normalize_then_sum"), "multi_objective_aggregation"
+    if one_of(key, s.take(key, "advantage.mode", kinds[0]), kinds) == kinds[1]:
+        return "gdpo"
+    scale = "group" if scale is None else str(scale).lower()
+    return _TRL_SCALES[one_of("scale_rewards", scale, _TRL_SCALES)]
 
 # %% ../../nbs/integrations/04_settings.ipynb #603fc026
 def _settings_tree(settings: Any, overrides: Sequence[str] = ()) -> dict:

@@ -21,6 +21,7 @@ from ..advantages import AdvantageConfig, compute_advantages
 from ..config import build_config
 from ..core import Rollout, seed_of
 from ..filter_groups import FilterGroupsConfig, varies
+from .settings import Settings, _trl_advantage
 from ..lab.checkpoint import _write_state, read_state
 from ..lab.log_importers import _TRL_TOTALS
 from ..lab.record import Run
@@ -73,7 +74,11 @@ class GRPOTrainer(_TRLTrainer):
     def __init__(
         self,
         *args,
-        advantage: str | Callable | Mapping | AdvantageConfig = "grpo",  # estimator
+        advantage: str
+        | Callable
+        | Mapping
+        | AdvantageConfig
+        | None = None,  # estimator; None: as TRL's arguments say
         filter_groups: Mapping | None = None,  # dynamic sampling; None: off
         selector: str | Mapping | None = None,  # which task comes next; None: TRL's order
         tasksets: Mapping[str, Any] | None = None,  # data sets to mix; None: train_dataset
@@ -95,6 +100,14 @@ class GRPOTrainer(_TRLTrainer):
         super().__init__(*args, **kwargs)
         if self._advantage.weights is None:
             self._advantage.weights = self.reward_weights.tolist()
+        told = ("scale_rewards", "multi_objective_aggregation")
+        asked = _trl_advantage(Settings({k: getattr(self.args, k, None) for k in told}))
+        if advantage is None:
+            self._advantage.mode = asked
+        elif asked not in ("grpo", self._advantage.mode):
+            raise ValueError(
+                f"{' and '.join(told)} of TRL ask for {asked!r}: leave them, or advantage=..., out."
+            )
         self._check_arguments()
         self._chooses = bool(tasksets) or selector is not None
         self._data, self._tasks = dict(tasksets or {"train": self.train_dataset}), None

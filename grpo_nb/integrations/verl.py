@@ -54,7 +54,10 @@ def _make_estimator(mode: str) -> Callable:
             rewards = _components(inspect.currentframe().f_back.f_locals.get("data"), keys)
         ids = torch.from_numpy(np.unique(index, return_inverse=True)[1])
         weights = list(weights) if keys and weights else None
-        how = AdvantageConfig(mode=mode, weights=weights, eps=1e-6)  # verl's epsilon
+        plain = mode == "grpo" and not get("norm_adv_by_std_in_grpo", True)
+        how = AdvantageConfig(
+            mode="dr_grpo" if plain else mode, weights=weights, eps=1e-6
+        )  # verl's epsilon
         lengths_N = response_mask.sum(1).long()
         found = compute_advantages(
             rewards.cpu(), ids, keys or ["reward"], how, lengths_N=lengths_N.cpu()

@@ -132,7 +132,10 @@ async def _answer(
             r = await client.request("GET" if body is None else "POST", path, json=body)
             if r.status_code == 200:
                 found = r.json() if r.content else None
-                trouble = lacks(found)
+                try:
+                    trouble = lacks(found)
+                except (TypeError, LookupError, AttributeError):
+                    trouble = f"answered {path} in another form: {str(found):.60}"
                 if not trouble:
                     return found
             else:
@@ -158,6 +161,10 @@ async def _answer(
         pause = min(2 * pause, 5.0)
 
 # %% ../../nbs/integrations/05_vllm.ipynb #d9b3809c
+def _needs(key: str) -> Callable[[Any], str]:
+    return lambda found: "" if found[key] else f"gave no {key}"
+
+
 @patch
 def _ask(self: VLLM, path: str, body: dict | None = None, **how) -> Any:
     "One answer."
@@ -173,7 +180,7 @@ def _ask(self: VLLM, path: str, body: dict | None = None, **how) -> Any:
 def wait(self: VLLM):
     "Wait until the server is up, and learn what it serves."
     self._ask("/health")
-    served = {m["id"]: m for m in self._ask("/v1/models")["data"]}
+    served = {m["id"]: m for m in self._ask("/v1/models", lacks=_needs("data"))["data"]}
     name = self.config.model or next(iter(served))
     if name not in served or len(served) > 1 and not self.config.model:
         raise ValueError(
@@ -188,7 +195,8 @@ def attach(self: VLLM, policy):
     self.wait()
     probe = self._check_tokenizer(policy.tokenizer)
     if policy.temperature != 1 or policy.top_k or policy.top_p < 1:
-        told = self._ask("/server_info?config_format=json")["vllm_config"]["model_config"]
+        told = self._ask("/server_info?config_format=json", lacks=_needs("vllm_config"))
+        told = told["vllm_config"]["model_config"]
         if told["logprobs_mode"] != "processed_logprobs":
             raise ValueError(
                 f"The vLLM server gives {told['logprobs_mode']}, before temperature, top_k and top_p: start it with "
@@ -205,7 +213,7 @@ def _check_tokenizer(self: VLLM, tokenizer) -> list[int]:
     text = tokenizer.decode(range(0, len(tokenizer), max(len(tokenizer) // 32, 1)))
     ours = tokenizer(text, add_special_tokens=False).input_ids
     asked = {"model": self.name, "prompt": text, "add_special_tokens": False}
-    theirs = self._ask("/tokenize", asked)["tokens"]
+    theirs = self._ask("/tokenize", asked, lacks=_needs("tokens"))["tokens"]
     if ours != theirs:
         k = [a == b for a, b in zip_longest(ours, theirs)].index(False)
         raise ValueError(
@@ -226,7 +234,7 @@ def weights_label(policy) -> str:
 def _weights_there(self: VLLM) -> str:
     "The label of the weights that the server has."
     try:
-        return self._ask("/weight_info")["weight_version"]
+        return self._ask("/weight_info", lacks=_needs("weight_version"))["weight_version"]
     except ValueError as e:
         raise ValueError(
             f"{e} A server that takes new weights is vLLM 0.32 or later, started with VLLM_SERVER_DEV_MODE=1."
@@ -297,7 +305,7 @@ def _lacking(found: Any, body: dict) -> str:
         ids, logps = c.get("token_ids"), (c.get("logprobs") or {}).get("token_logprobs")
         if not ids or c.get("finish_reason") not in ("stop", "length"):
             return f"gave a choice without tokens, or broken off ({c.get('finish_reason')})"
-        numbers = [x for x in logps or () if isinstance(x, float) and math.isfinite(x)]
+        numbers = [x for x in logps or () if type(x) in (int, float) and math.isfinite(x)]
         if not len(numbers) == len(logps or ()) == len(ids):
             return f"gave {len(logps or ())} log-probs for {len(ids)} tokens"
         if ids[-1] not in body["stop_token_ids"] and len(ids) != body["max_tokens"]:
@@ -382,7 +390,7 @@ def read_ahead(self: VLLM, policy, prompts: list[list[int]], num_generations: in
     async def draw():
         drawn = await self._draw(policy, *asked)
         async with self._client() as client:
-            there = await self._answer(client, "/weight_info")
+            there = await self._answer(client, "/weight_info", None, _needs("weight_version"))
         return drawn if there["weight_version"] == label else None
 
     self.ahead = _Ahead(asked, label, self.loop.start(draw()))

@@ -28,6 +28,7 @@ from fastcore.basics import patch
 from ..config import one_of
 from ..files import Appender, Lock, RunLocked, _free_path, hide_secrets, plain, read_jsonl
 from ..files import _installed, _json_line, secret_texts, writable, write_atomic
+from ..processes import place
 from .frames import flat_keys, _metric_row, _rows_to_frame, _sample_rows
 
 # %% ../../nbs/lab/01_record.ipynb #a8cc0939
@@ -63,6 +64,7 @@ def environment(seeds: Any = None) -> dict:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpus": len(affinity(0)) if affinity else os.cpu_count(),
+        "processes": place()[1],
         "packages": _installed(_PACKAGES.split()),
         "seeds": plain(seeds, "seeds"),
         "torch": {
@@ -227,7 +229,9 @@ class _Wandb:
         args = {"project": project, "dir": str(run.dir), "name": run.name, "config": config}
         if id := run.status.get("wandb_id"):
             args |= {"id": id, "resume": "allow"}
-        self.run = wandb.init(**args, mode=self.mode, settings=wandb.Settings(**how))
+        # another run of this process has a wandb run of its own
+        args |= {"reinit": "create_new", "settings": wandb.Settings(**how)}
+        self.run = wandb.init(**args, mode=self.mode)
         # the step is a metric of its own: wandb's own counter cannot go back when a run resumes
         self.run.define_metric("*", step_metric="step")
         run.mark(wandb_id=self.run.id)
@@ -240,7 +244,12 @@ class _Wandb:
 
         columns = list(dict.fromkeys(k for r in rows for k in r))
         data = [[r.get(c) for c in columns] for r in rows]
-        self.run.log({"step": step, "samples": wandb.Table(columns=columns, data=data)})
+        self.run.log(
+            {
+                "step": step,
+                "samples": wandb.Table(columns=columns, data=data, allow_mixed_types=True),
+            }
+        )
 
     def close(self, failed: bool) -> None:
         self.run.finish(exit_code=int(failed))
@@ -354,6 +363,8 @@ def _show(self: Run, moment: str, *what) -> None:
             getattr(mirror, moment)(*what)
         except Exception as e:
             self._mirrors.remove(mirror)
+            with contextlib.suppress(Exception):
+                mirror.close(failed=True)
             name = type(mirror).__name__.removeprefix("_").lower()
             said = f"{name} could not {moment} ({type(e).__name__}: {e}); going on without it"
             self.warn(name, f"{said}, the run directory has everything.")

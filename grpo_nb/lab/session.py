@@ -567,9 +567,11 @@ def _load_newest(self: _Session, root: Path) -> Mapping | None:  # the state
 @patch
 def open_run(self: GRPO):
     "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
-    state = of_first(self.session._open_run)  # one record for all processes
+    state, rows = of_first(self.session._open_run)  # one record for all processes
     if state is not None and place()[0]:
         self.load_state_dict(state)
+    if rows is not None and place()[0] and rows.exists():
+        self.history = History(rows)
 
 
 @patch
@@ -580,14 +582,14 @@ def _note_changes(self: _Session):
 
 
 @patch
-def _open_run(self: _Session) -> Mapping | None:  # the state that was loaded
+def _open_run(self: _Session) -> tuple:  # the state that was loaded, the file of a run that goes on
     trainer, state, c = self.trainer, None, self.setting("run")
     if self.run is not None and self.closed:
         self.resumed_run, self.run = self.run.dir, None
     if self.run is not None:
         self._note_changes()
     if self.run is not None or not (self.resumed_run or c.dir):
-        return None
+        return None, None
     folder, again = self.folder, self.resumed_run is not None or self.to_resume
     tree = _described(trainer)
     if again:  # how the record is kept is no part of what is compared
@@ -610,7 +612,7 @@ def _open_run(self: _Session) -> Mapping | None:  # the state that was loaded
             run.warn("missing_rows", f"its metrics have {n} rows of {trainer.step_done} steps")
     elif not trainer.history:
         trainer.history.file = run.dir / "metrics.jsonl"
-    return state
+    return state, run.dir / "metrics.jsonl" if again else None
 
 # %% ../../nbs/lab/02_session.ipynb #743ec49a
 @patch

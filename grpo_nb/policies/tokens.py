@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fastcore.basics import patch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..config import check_number, _check_options, one_of
@@ -226,7 +227,10 @@ def save_pretrained(
     _mend_generation_config(model, self.stop)
     if self.sharded and place()[0]:
         return
-    model.save_pretrained(path, state_dict=state)
+    try:
+        model.save_pretrained(path, state_dict=state)
+    except SafetensorError as e:  # how safetensors reports a full disk
+        raise OSError(f"The policy could not be written to {path}: {e}") from None
     self.tokenizer.save_pretrained(path)
 
 
