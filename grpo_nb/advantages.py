@@ -625,7 +625,8 @@ def compute_advantages(
     c = build_config(AdvantageConfig, config)
     n = _rewards_NRK(rewards)[0].shape[1]
     names = [f"r{k}" for k in range(n)] if reward_names is None else reward_names
-    if not isinstance(names, (list, tuple)) or not len(set(names)) == len(names) == n:
+    listed = isinstance(names, Sequence) and not isinstance(names, str)
+    if not listed or not len(set(names)) == len(names) == n:
         raise ValueError(
             f"{n} rewards need as many reward_names that differ, got {names!r} (settings go to config=)."
         )
