@@ -198,7 +198,7 @@ def on_fit_end(self: _Session, trainer: GRPO):
         self.mark("interrupted" if isinstance(e, KeyboardInterrupt) else "failed")
         raise
     if step and not self.interrupted and (why := of_first(lambda: _untrained(trainer))):
-        warnings.warn(f"Nothing was trained: {why}.", stacklevel=3)
+        warnings.warn(f"Nothing was trained: {why}.", stacklevel=4)
     bad = trainer.broken or trainer.bad_steps >= trainer.config.max_bad_steps
     if self.interrupted or bad:
         say(self._how_to_go_on())
