@@ -259,7 +259,17 @@ def resumes(folder):
     Path(folder).mkdir(exist_ok=True)
     parts = {"policy": Table, "tasks": lambda: TASKS, "eval_tasks": lambda: TASKS[:3]}
     where = check_resume(begin, 3, folder, rewards=lambda: {"total": total, "low": low}, **parts)
-    return where.name, len(list(Path(folder).iterdir()))
+    again = begin_again(where, parts)
+    return where.name, len(list(Path(folder).iterdir())), again
+
+
+def begin_again(where, parts):
+    "Rows that every process has of a run that goes on."
+    made = {k: make() for k, make in parts.items()}
+    trainer = GRPO.load(where, rewards={"total": total, "low": low}, **made)
+    trainer.open_run()
+    trainer.close()
+    return [row["step"] for row in trainer.history]
 
 
 def refused(keys, tasks=TASKS):
@@ -276,7 +286,9 @@ REFUSED = {"batch": {"train_batch_size": 1}, "data": {"differ": True}, "fine": {
 
 
 def test_a_run_on_two_processes_resumes_bit_for_bit_and_differences_are_refused(two_ranks):
-    assert two_ranks["resume"] == [("cut2", 3)] * 2  # one folder for each run: no second record
+    assert (
+        two_ranks["resume"] == [("cut2", 3, [1, 2, 3])] * 2
+    )  # one folder for each run: no second record
     few = "train_batch_size=1 tasks are too few for 2 processes: give each at least one."
     assert two_ranks["batch"] == [few] * 2 and two_ranks["data"][0] == two_ranks["data"][1]
     assert two_ranks["data"][0].startswith("the data is ['list (5 tasks")

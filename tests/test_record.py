@@ -321,7 +321,8 @@ def test_failing_wandb_never_stops_training(tmp_path, monkeypatch, fails):
     assert len(run.frame()) == 3 and run.status["state"] == "finished"
     told = [str(w.message) for w in caught if "wandb" in str(w.message)]
     assert len(told) == (1 if fails else 0) == (run.events().kind == "warning").sum()
-    assert stub.init.call_args.kwargs["project"] == "mine"
+    told = {k: stub.init.call_args.kwargs[k] for k in ("project", "reinit")}
+    assert told == {"project": "mine", "reinit": "create_new"}  # not that of another run
     if fails is None:
         sent = [call.args[0] for call in stub.log.call_args_list]
         assert sent[0]["kl_old/1"] == 0.2 and run.status["wandb_id"] == "abc"
