@@ -168,34 +168,24 @@ def _verl_loss(s: Settings) -> dict[str, Any]:
 # %% ../../nbs/integrations/05_from_verl.ipynb #f75026a9
 def _verl_bounds(s: Settings, kind: str) -> dict[str, Any]:
     "What keeps the ratio near 1, as far as this loss reads it."
-    takes, at = inspect.signature(POLICY_LOSSES[kind]).parameters, "update.loss.options"
-    others = {"tau_pos": ("tau_pos", 1.0), "tau_neg": ("tau_neg", 1.05)}
-    others |= {"beta": ("policy_loss.dro_beta", None)}
-    options = {k: s.take(f"{_ACTOR}.{v}", at, x) for k, (v, x) in others.items() if k in takes}
-    clips = "clip" in takes
-    if not clips and not {"ratio_min", "low"} & takes.keys():
-        keys = (f"{_ACTOR}.clip_ratio{end}" for end in ("", "_low", "_high", "_c"))
-        s.leave(f"{kind} clips no ratio", *keys)
-        return {"update.loss.options": options}
-    low, high = (f"update.loss.clip.{end}" if clips else at for end in ("low", "high"))
-    width = s.take(f"{_ACTOR}.clip_ratio", low, 0.2)
-    low = s.take(f"{_ACTOR}.clip_ratio_low", low, width)
-    high = s.take(f"{_ACTOR}.clip_ratio_high", high, width)
-    if "ratio_min" in takes:
-        options |= {"ratio_min": 1 - low, "ratio_max": 1 + high}
-    elif not clips:
-        top = s.take(f"{_ACTOR}.clip_ratio_c", at, 3.0)
-        options |= {"low": low, "high": high, "ratio_max": top}
-    s.leave(
-        f"{kind} has no dual clip; verl never reads it there",
-        *[f"{_ACTOR}.clip_ratio_c"] * (kind != "ppo"),
-    )
-    if not clips:
-        return {"update.loss.options": options}
-    clip = {"low": low, "high": high}
-    if kind == "ppo":
-        clip["dual"] = s.take(f"{_ACTOR}.clip_ratio_c", "update.loss.clip.dual", 3.0)
-    return {"update.loss.clip": clip}
+    takes, ours, at = inspect.signature(POLICY_LOSSES[kind]).parameters, {}, "update.loss.options"
+    theirs = {"tau_pos": ("tau_pos", 1.0), "tau_neg": ("tau_neg", 1.05)}
+    theirs |= {"beta": ("policy_loss.dro_beta", None)}
+    options = {k: s.take(f"{_ACTOR}.{v}", at, x) for k, (v, x) in theirs.items() if k in takes}
+    keys = [f"{_ACTOR}.clip_ratio{end}" for end in ("", "_low", "_high", "_c")]
+    if {"clip", "ratio_min", "low"} & takes.keys():
+        to = [f"update.loss.clip.{x}" if "clip" in takes else at for x in ("low", "high", "dual")]
+        width = s.take(keys[0], to[0], 0.2)
+        low, high = s.take(keys[1], to[0], width), s.take(keys[2], to[1], width)
+        top = s.take(keys[3], to[2], 3.0) if kind == "ppo" or "low" in takes else None
+        if "clip" in takes:
+            ours["update.loss.clip"] = {"low": low, "high": high, "dual": top}
+        elif "ratio_min" in takes:
+            options |= {"ratio_min": 1 - low, "ratio_max": 1 + high}
+        else:
+            options |= {"low": low, "high": high, "ratio_max": top}
+    s.leave(f"{kind} does not read it in verl", *keys)
+    return ours | {"update.loss.options": options}
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #a3b047a0
 def _verl_kl(s: Settings) -> dict[str, Any]:

@@ -351,10 +351,11 @@ def _check_processes(config: TrainerConfig, tasks: Any) -> None:
 def _check_peers(trainer: GRPO) -> None:
     "Refuse other tasks or another policy on another process, also those of one's own."
     _check_processes(trainer.config, trainer.stream)
-    facts = _part_facts(trainer) if place()[1] > 1 else {}
-    facts = {k: facts[k] for k in ("policy", "eval_tasks", "rewards") if facts}
-    facts = flat_keys(plain(facts)) | functions_in(trainer.config)
-    _check_same({k: v for k, v in facts.items() if not k.endswith("device")})
+    if place()[1] > 1:
+        parts = _part_facts(trainer)
+        same = {k: parts[k] for k in ("policy", "eval_tasks", "rewards")}
+        same = flat_keys(plain(same)) | functions_in(trainer.config)
+        _check_same({k: v for k, v in same.items() if not k.endswith("device")})
 
 
 GRPO.add_default_callback(_check_peers)
