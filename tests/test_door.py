@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from transformers import BertConfig, BertLMHeadModel
+from transformers import BertConfig, BertLMHeadModel, MiniMaxConfig, MiniMaxForCausalLM
 
 from grpo_nb.advantages import compute_advantages, gdpo, grpo, opo
 from grpo_nb.all import GRPO, DiffusionPolicy, GroupCollector, RewardRunner, TokenPolicy
@@ -477,7 +477,7 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
     assert trainer.sample(ROWS[:2]).tasks[0]["answer"] == "1"
 
 
-BERT = dict(vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)  # fmt: skip
+BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -553,7 +553,8 @@ BERT = dict(vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers
         (lambda p: TokenPolicy(p.model, p.tokenizer, stop=object()), "stop=<object.* is not one token"),
         (lambda p: TokenPolicy(p.model, p.tokenizer, shard="false"), "shard is True or False, got 'false'"),
         (lambda p: TokenPolicy(p.model, p.tokenizer.backend_tokenizer), "tokenizer is one of transformers, got a Tokenizer"),
-        (lambda p: TokenPolicy(BertLMHeadModel(BertConfig(**BERT)), p.tokenizer).generate("1"), "BertLMHeadModel is no causal language model"),
+        (lambda p: TokenPolicy(BertLMHeadModel(BertConfig(**BERT)), p.tokenizer).generate("1"), "BertLMHeadModel cannot be sampled token by token: it keeps no cache"),
+        (lambda p: TokenPolicy(MiniMaxForCausalLM(MiniMaxConfig(**BERT | {"num_hidden_layers": 2})), p.tokenizer).generate("1"), "MiniMaxForCausalLM cannot be sampled token by token"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_one_line_with_what_to_do(do, message, policy):

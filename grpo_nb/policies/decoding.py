@@ -278,23 +278,24 @@ def _check_causal(self: Network):
     "A ValueError for a model that cannot be sampled token by token."
     size = self.model.config.get_text_config().vocab_size
     ids = torch.arange(4, device=self.device)[None] % size
-    at, see = ids.new_tensor, torch.arange(5, device=ids.device).clamp(max=1).expand(2, 5)
+    at, see = ids.new_tensor, torch.arange(5, device=ids.device).clamp(max=1).expand(3, 5)
     try:
         want = self.logits(self.run(ids, see[:1, 1:], at([[0, 1, 2, 3]]))[0])[0]
-        hidden, cache = self.run(ids.roll(1), see[:1, :4], at([[0, 0, 1, 2]]), use_cache=True)
+        two = ids.roll(1).expand(2, 4), see[:2, :4], at([[0, 0, 1, 2]] * 2)
+        hidden, cache = self.run(*two, use_cache=True)
         self.found["shares"] = _is_plain(cache)
-        cache.reorder_cache(at([0, 0]))
-        last, _ = self.run(ids[:, 3:].expand(2, 1), see, at([[3], [3]]), cache, True)
-        got = self.logits(torch.cat([hidden[:, 3:], last[1:]], 1))[0]
+        cache.reorder_cache(at([0, 1, 0]))
+        last, _ = self.run(ids[:, 3:].expand(3, 1), see, at([[3]] * 3), cache, True)
+        got = self.logits(torch.cat([hidden[:1, 3:], last[2:]], 1))[0]
         off = float((got - want[2:]).abs().max() / want.abs().max())
         why = f"behind padding or from its cache, logits are {off:.0%} off"
         if not off > 0.1:  # or NaN, which is found later
             return
-    except (AttributeError, IndexError, TypeError, ValueError) as e:
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as e:
         no_cache = "it keeps no cache of what it has read (is_decoder=False?)"
-        why = no_cache if isinstance(e, AttributeError) else " ".join(str(e).split())
+        why = no_cache if isinstance(e, AttributeError) else " ".join(str(e).split()).rstrip(".")
     self.found.clear()  # asked again, it says so again
-    raise ValueError(f"{type(self.model).__name__} is no causal language model to train: {why}.")
+    raise ValueError(f"{type(self.model).__name__} cannot be sampled token by token: {why}.")
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #daec237c
 @patch(as_prop=True)
