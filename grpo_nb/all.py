@@ -33,7 +33,6 @@ from .verifiers import answer_tags, exact_answer, format_match, length_target
 from .verifiers import math_equivalence, reasoning_gym_score
 
 # %% ../nbs/07_all.ipynb #f6a71e06
-from .lab.budgets import CpuSeconds, Samples, Seconds, Steps, Tokens
 from .lab.checkpoint import checkpoints, latest
 from .lab.compare import compare
 from .lab.diagnosis import diagnose
@@ -43,7 +42,7 @@ from .lab.log_importers import read_trl, read_verl
 from .lab.plots import plot_run
 from .lab.recipe import GRPOConfig, load_config, open_stream
 from .lab.record import Run
-from .lab.study import Study
+from .lab.study import CpuSeconds, Samples, Seconds, Steps, Study, Tokens
 from .lab.what_if import what_if
 
 # %% ../nbs/07_all.ipynb #adbd87e9

@@ -16,8 +16,8 @@ import torch
 
 from grpo_nb.core import Groups, group_stats
 from grpo_nb.files import read_jsonl
-from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
+from grpo_nb.lab.study import Samples
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.scheduler import EXPERIENCE_OPERATORS, reward_per_sample
 from grpo_nb.selectors import easy_to_hard

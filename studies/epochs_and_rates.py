@@ -9,8 +9,8 @@ What this leaves out: K = 8, other tasks, other models, longer training.
 
 from pathlib import Path
 
-from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
+from grpo_nb.lab.study import Samples
 
 STORE = Path(__file__).with_suffix(".json")
 EPOCHS, RATES, MODES = (1, 2, 4), (3e-6, 1e-5, 3e-5, 1e-4), ("grpo", "gdpo")

@@ -18,9 +18,9 @@ import numpy as np
 from grpo_nb.core import seeded
 from grpo_nb.files import read_jsonl
 from grpo_nb.filter_groups import keep_groups
-from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
 from grpo_nb.lab.recipe import load_config, open_policy
+from grpo_nb.lab.study import Samples
 from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 from grpo_nb.verifiers import exact_answer

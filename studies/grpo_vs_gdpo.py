@@ -12,8 +12,8 @@ from pathlib import Path
 
 import epochs_and_rates
 
-from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
+from grpo_nb.lab.study import Samples
 
 HERE = Path(__file__).parent
 ACCURACY = "eval_sampled/correct"

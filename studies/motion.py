@@ -14,8 +14,8 @@ from pathlib import Path
 
 from grpo_nb.applications.motion import motion_config, reach, reach_policy, reach_tasks
 from grpo_nb.core import seeded
-from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
+from grpo_nb.lab.study import Samples
 from grpo_nb.trainer import GRPO
 
 HERE = Path(__file__).parent

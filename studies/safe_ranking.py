@@ -21,9 +21,9 @@ import numpy as np
 
 from grpo_nb.applications.movielens import MovieTask, RankingPolicy, load_task, rank_reward
 from grpo_nb.core import seeded
-from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
 from grpo_nb.lab.recipe import GRPOConfig
+from grpo_nb.lab.study import Samples
 from grpo_nb.list_parsing import ParsedList, film_key, parse_rollout
 from grpo_nb.ranking import (
     _hit_matrix,

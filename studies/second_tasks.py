@@ -17,8 +17,8 @@ import torch
 
 from grpo_nb.applications.motion import motion_config, reach_parts, reach_policy, reach_tasks
 from grpo_nb.core import seeded
-from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
+from grpo_nb.lab.study import Samples
 from grpo_nb.trainer import GRPO
 
 HERE = Path(__file__).parent

@@ -12,8 +12,8 @@ What this leaves out: tuning of anything but the learning rate, other models, lo
 
 from pathlib import Path
 
-from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
+from grpo_nb.lab.study import Samples
 
 HERE = Path(__file__).resolve().parent
 BASE = {

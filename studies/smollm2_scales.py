@@ -11,8 +11,8 @@ What this leaves out: other models and rates, longer training.
 
 from pathlib import Path
 
-from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
+from grpo_nb.lab.study import Samples
 
 STORE = Path(__file__).with_suffix(".json")
 SCORE = "eval_sampled/correct"

@@ -23,8 +23,8 @@ from forked import wait_for
 from grpo_nb.all import GRPO, Run, Samples, Steps, Study, compare, data_path, load_config
 from grpo_nb.evaluate import Scores, two_way_interval
 from grpo_nb.files import Lock, RunLocked
-from grpo_nb.lab.paired_statistics import verdict
 from grpo_nb.lab.runs import FailedRun, Spec, plan_runs, run_job
+from grpo_nb.lab.study import verdict
 
 COUNTS = {"made": 0}
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,8 +9,8 @@ import cloudpickle
 import pytest
 from resumed import is_timing
 
-from grpo_nb.lab.budgets import Samples
 from grpo_nb.lab.compare import compare
+from grpo_nb.lab.study import Samples
 
 BASE = {"policy": {"max_new_tokens": 6}, "train_batch_size": 4, "num_generations": 4}
 BASE |= {"eval": {"limit": 8}}

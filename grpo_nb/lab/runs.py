@@ -39,13 +39,12 @@ from ..config import Count, config_tree, configuration, override
 from ..core import Registry
 from ..files import RunLocked, finite, hide_secrets, leaves, plain
 from ..files import secret_texts, sha256, write_atomic
-from .budgets import Budget, Samples, Steps, _to_budget
 from .frames import flat_keys
 from .recipe import GRPOConfig, load_config, _openers
 from .record import _read_tree
 from ..metrics import COUNTERS, Paused
 from .session import CheckpointConfig, _function_name, functions_in
-from .study import MEAN, _UnknownMetric, _check_metric
+from .study import MEAN, Budget, _UnknownMetric, _check_metric, _to_budget
 from ..advantages import weights_by_name
 from ..evaluate import evaluate as evaluate_policy
 from ..reward_runner import RewardRunner
@@ -146,7 +145,7 @@ def _run_config(
 ):
     "The configuration of one run, of a variant and its tuned values."
     c = override(base, overrides)
-    if not isinstance(budget, (Steps, Samples)) and c.optimizer.schedule != "constant":
+    if budget.unit not in ("steps", "samples") and c.optimizer.schedule != "constant":
         raise ValueError(
             f"optimizer.schedule={c.optimizer.schedule!r} needs to know the number of steps, which a budget of "
             f"{budget} does not give: use Samples or Steps, or a constant schedule."
