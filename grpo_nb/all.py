@@ -37,8 +37,7 @@ from .lab.checkpoint import checkpoints, latest
 from .lab.compare import compare
 from .lab.diagnosis import diagnose
 from .lab.display import browse, show_table
-from .lab.filter_logs import format_summary, parse_filter_logs
-from .lab.log_importers import read_trl, read_verl
+from .lab.logs import format_summary, parse_filter_logs, read_trl, read_verl
 from .lab.plots import plot_run
 from .lab.recipe import GRPOConfig, load_config, open_stream
 from .lab.record import Run

@@ -24,7 +24,7 @@ from .evaluate import Scores
 from .files import _free_path, hide_secrets, plain
 from .integrations.coming_from import read_settings
 from .lab.compare import compare
-from .lab.filter_logs import format_summary, parse_filter_logs
+from .lab.logs import format_summary, parse_filter_logs
 from .lab.recipe import GRPOConfig, load_config, _read_recipe
 from .files import RunLocked
 from .lab.frames import flat_keys

@@ -133,18 +133,6 @@ def _as_utf8(path: str | Path) -> bytes:
         data = data.decode(wide, errors="replace").encode()
     return data.removeprefix(b"\xef\xbb\xbf")
 
-# %% ../nbs/ground/00_files.ipynb #52ce24ac
-def _plain_log(text: str) -> str:
-    "Printed text with one kind of line break, no colours, and 5 for `np.int64(5)` and `tensor(5, device='cuda:0')`."
-    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\0", "", "\n".join(text.splitlines()))
-    return re.sub(
-        r"\b(?:np|numpy|torch|tensor)[\w.]{0,20}\(([^(),\n]*)(?:,[^()\n]*)?\)", r"\1", text
-    )
-
-
-def _read_log(path: str | Path) -> str:
-    return _plain_log(_as_utf8(path).decode(errors="replace"))
-
 # %% ../nbs/ground/00_files.ipynb #b34ba38b
 def _json_fault(error: Exception) -> str:
     "What is wrong with a line of JSON, without the number 1 that the parser gives to every line."

@@ -22,7 +22,7 @@ from grpo_nb.filter_groups import (
     keep_groups,
     resolve_metric,
 )
-from grpo_nb.lab.filter_logs import format_summary, parse_filter_logs
+from grpo_nb.lab.logs import format_summary, parse_filter_logs
 from grpo_nb.tasks import Task
 
 CASES = cases("filter_groups_verl")

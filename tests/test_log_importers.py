@@ -11,8 +11,7 @@ import pytest
 
 from grpo_nb.lab import plots
 from grpo_nb.lab.diagnosis import diagnose
-from grpo_nb.lab.filter_logs import parse_filter_logs
-from grpo_nb.lab.log_importers import read_trl, read_verl
+from grpo_nb.lab.logs import parse_filter_logs, read_trl, read_verl
 from grpo_nb.lab.record import Run
 
 RECORDED = Path(__file__).parent / "recorded"

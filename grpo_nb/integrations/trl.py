@@ -23,7 +23,7 @@ from ..core import Rollout, seed_of
 from ..filter_groups import FilterGroupsConfig, varies
 from .settings import Settings, _trl_advantage
 from ..lab.checkpoint import _write_state, read_state
-from ..lab.log_importers import _TRL_TOTALS
+from ..lab.logs import _TRL_TOTALS
 from ..lab.record import Run
 from ..losses import kl_penalty
 from ..rewards import passing_rewards

@@ -1,1 +1,1 @@
-from . import log_importers  # noqa: F401  (Run.open reads the logs of TRL and verl)
+from . import logs  # noqa: F401  (Run.open reads the logs of TRL and verl)

@@ -72,32 +72,28 @@ class Workers(ThreadPoolExecutor):
             pool.shutdown(kill_workers=kill)
 
 # %% ../../nbs/lab/08_compare.ipynb #9866377e
-def _wait_for(executor: Executor, job: Job, futures: dict) -> dict:
-    "The result of a job; a run that was lost with its worker is carried out again."
-    for left in (2, 1, 0):
-        try:
-            return futures[job.key].result()
-        except Exception as e:
-            # the last try, the end, no loss
-            if not left or not futures or isinstance(e, ValueError):
-                raise
-            futures[job.key] = executor.submit(run_job, job)
-
-
 def _carry_out(jobs: Sequence[Job], executor: Executor | None) -> Iterator[dict]:
     "Results of the jobs as they finish, one after the other here if there is no executor."
     if executor is None or not jobs:
         yield from map(run_job, jobs)
         return
-    futures = {job.key: executor.submit(run_job, job) for job in jobs}
+    running, over = [], threading.Event()
+
+    def carry_out(job: Job) -> dict:  # one that was lost with its worker again
+        for left in (2, 1, 0):
+            running.append(future := executor.submit(run_job, job))
+            try:
+                return future.result()
+            except Exception as e:
+                if not left or over.is_set() or isinstance(e, ValueError):
+                    raise
+
     waiting = ThreadPoolExecutor(len(jobs))
     try:
-        results = [waiting.submit(_wait_for, executor, job, futures) for job in jobs]
-        for result in as_completed(results):
+        for result in as_completed([waiting.submit(carry_out, job) for job in jobs]):
             yield result.result()
     except BaseException:  # an error ends the other runs, too
-        running = [*futures.values()]
-        futures.clear()  # nothing is carried out again
+        over.set()
         for future in running:
             future.cancel()
         if isinstance(executor, Workers):
@@ -145,14 +141,13 @@ class _Reporter:
     "What is planned, and a line per finished run."
 
     def __init__(self, spec: Spec, total: int):
-        self.spec, self.total, self.on = spec, total, display_mode() != "quiet"
-        self.found, self.done, self.begun = 0, 0, time.monotonic()
+        self.spec, self.total, self.found, self.done = spec, total, 0, 0
+        self.say, self.begun = (
+            say if display_mode() != "quiet" else lambda text: None,
+            time.monotonic(),
+        )
         seeds = ", ".join(map(str, spec.seeds))
         self.say(f"{_listed(spec.variants)}; seeds {seeds}; {spec.budget} per run")
-
-    def say(self, text: str) -> None:
-        if self.on:
-            say(text)
 
     def __call__(self, run: Mapping) -> None:
         self.done += 1
