@@ -20,18 +20,8 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from grpo_nb.config import (
-    build_config,
-    Finite,
-    NonNegative,
-    check_number,
-    configuration,
-    number_in,
-    one_of,
-    unknown_name,
-    Share,
-    _fit_options,
-)
+from .config import build_config, Finite, NonNegative, check_number, configuration, number_in
+from .config import one_of, unknown_name, Share, _fit_options
 from .core import Groups, GroupStats, Registry, Rollout, _as_mask, _as_written
 from .core import group_stats, weighted_sum
 

@@ -33,14 +33,8 @@ from .lab.runs import FailedRun, Spec
 from .lab.session import _described, _untrained
 from .lab.study import Study
 from .lab.what_if import what_if
-from grpo_nb.processes import (
-    PeerError,
-    _first_to_tell,
-    join_processes,
-    _leave_processes,
-    of_first,
-    say,
-)
+from .processes import PeerError, _first_to_tell, join_processes, _leave_processes, of_first
+from .processes import say
 from .tasks import data_path
 from .trainer import GRPO
 

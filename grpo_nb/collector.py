@@ -22,16 +22,9 @@ from torch import Tensor
 from .advantages import AdvantageConfig, _as_trained, weights_by_name
 from .config import build_config, check_number
 from .core import Groups, Rollout, concat, group_stats, rollout_from_state, rollout_to_state
-from grpo_nb.filter_groups import (
-    FilterGroupsConfig,
-    GroupDecision,
-    adaptive_cap,
-    decide,
-    expected_gen_batches,
-    _next_batch_size,
-    varies,
-    _weighted_components,
-)
+from .filter_groups import FilterGroupsConfig, GroupDecision, adaptive_cap, decide
+from .filter_groups import expected_gen_batches, _next_batch_size, varies
+from .filter_groups import _weighted_components
 
 # %% ../nbs/method/02_collector.ipynb #6d0d476e
 def _split_groups(rollout: Rollout, num_groups: int) -> tuple[Rollout, Rollout]:

@@ -20,17 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_nb.config import (
-    Count,
-    Finite,
-    NonNegative,
-    Positive,
-    build_config,
-    check_number,
-    configuration,
-    number_in,
-    one_of,
-)
+from .config import Count, Finite, NonNegative, Positive, build_config, check_number
+from .config import configuration, number_in, one_of
 from .core import Registry, _as_mask, masked_mean, masked_sum
 
 # %% ../nbs/method/01_losses.ipynb #af899114

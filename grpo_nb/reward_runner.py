@@ -26,15 +26,8 @@ from .config import one_of, override
 from .core import Rollout, own_rows, seed_of
 from .processes import _gather_results, place
 from .reward_workers import WorkerPool
-from grpo_nb.rewards import (
-    _CallResult,
-    RewardError,
-    RewardSpec,
-    _shown,
-    _evaluate_reward,
-    _reward_columns,
-    _task_columns,
-)
+from .rewards import _CallResult, RewardError, RewardSpec, _shown, _evaluate_reward
+from .rewards import _reward_columns, _task_columns
 
 # %% ../nbs/method/03_reward_runner.ipynb #08cca84e
 _FLOAT32_MAX = float(np.finfo(np.float32).max)

@@ -17,16 +17,8 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 
-from grpo_nb.config import (
-    Count,
-    NonNegative,
-    Share,
-    build_config,
-    check_call,
-    check_number,
-    configuration,
-    unknown_name,
-)
+from .config import Count, NonNegative, Share, build_config, check_call, check_number
+from .config import configuration, unknown_name
 from .core import Registry, seed_of
 from .difficulty import EstimatorConfig, PassRateEstimator, _pool_feedback
 

@@ -18,18 +18,8 @@ from torch import Tensor
 
 from .config import Count, NonNegative, Positive, build_config, configuration
 from .core import Groups, Policy, Rollout, minibatches, _weights_at_hand
-from grpo_nb.losses import (
-    CORRECTIONS,
-    LossConfig,
-    apply_mask,
-    kl_penalty,
-    minibatch_counts,
-    policy_loss,
-    report,
-    _ratio_metrics,
-    _sampling_metrics,
-    sampling_ratio,
-)
+from .losses import CORRECTIONS, LossConfig, apply_mask, kl_penalty, minibatch_counts
+from .losses import policy_loss, report, _ratio_metrics, _sampling_metrics, sampling_ratio
 from .processes import _add_up, gather, place, whole
 
 # %% ../nbs/method/02_update.ipynb #69904b1b

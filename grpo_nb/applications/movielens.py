@@ -18,12 +18,8 @@ from ..list_parsing import ListParser, Titles, with_lists
 from ..policies.loading import load_model
 from ..policies.tokens import TokenPolicy
 from ..config import _fit_options, one_of
-from grpo_nb.ranking import (
-    SafetyOracle,
-    make_relevance_reward,
-    make_safe_reward,
-    make_safety_reward,
-)
+from ..ranking import SafetyOracle, make_relevance_reward, make_safe_reward
+from ..ranking import make_safety_reward
 from ..tasks import Task
 
 # %% ../../nbs/applications/movielens.ipynb #a8aee516

@@ -12,14 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import one_of
-from grpo_nb.integrations.settings import (
-    Reading,
-    Settings,
-    _batch_text,
-    _length_keys,
-    _minibatch_keys,
-    _settings_tree,
-)
+from .settings import Reading, Settings, _batch_text, _length_keys
+from .settings import _minibatch_keys, _settings_tree
 
 from ..lab.frames import flat_keys
 

@@ -9,17 +9,8 @@ __all__ = ['config_from_trl']
 from typing import Any
 
 from ..config import one_of
-from grpo_nb.integrations.settings import (
-    Reading,
-    Settings,
-    SCHEDULES,
-    _as_dict,
-    _batch_text,
-    _length_keys,
-    _minibatch_keys,
-    only,
-    _trl_advantage,
-)
+from .settings import Reading, Settings, SCHEDULES, _as_dict, _batch_text
+from .settings import _length_keys, _minibatch_keys, only, _trl_advantage
 
 # %% ../../nbs/integrations/05_from_trl.ipynb #b3aa7af5
 _TRL_LOSSES = {  # loss_type: policy loss, aggregation

@@ -13,16 +13,8 @@ from typing import Any
 
 from ..config import one_of
 from ..losses import POLICY_LOSSES
-from grpo_nb.integrations.settings import (
-    Reading,
-    Settings,
-    SCHEDULES,
-    _batch_text,
-    _length_keys,
-    _minibatch_keys,
-    only,
-    _settings_tree,
-)
+from .settings import Reading, Settings, SCHEDULES, _batch_text, _length_keys
+from .settings import _minibatch_keys, only, _settings_tree
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #d2f0e11d
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
