@@ -645,7 +645,7 @@ def _run(
             x = x * x.new_tensor(r.weights_R).view(-1, *[1] * (x.ndim - 2))
         group_N = r.groups.index_N
     ok = r.ok_NK[:, 0] if r.flat else r.ok_NK
-    values = ADVANTAGES.call(c.mode, ok.shape, x.clone(), group_N, **keys).to(ok.device)
+    values = ADVANTAGES.call(c.mode, ok.shape, x.clone(), group_N, **keys).detach().to(ok.device)
     values = torch.where(ok, values, 0.0).float()
     if not values.isfinite().all():
         at = (~values.isfinite()).nonzero()[0].tolist()

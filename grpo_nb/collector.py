@@ -227,7 +227,7 @@ def _likely_cause(reasons: Mapping[str, int]) -> tuple[str, str]:
     if varied := reasons.get("cancelled", 0):
         return (
             "mixed",
-            f"{said}; the rewards of {varied} vary, and the rule drops them: look at the rule",
+            f"{said}; the rewards of {varied} vary, and the rule drops them: look at the rule, unless that is meant",
         )
     return "mixed", (
         f"{said}: raise num_generations, check that the samples of a group differ (temperature), or mix in middling tasks"

@@ -219,7 +219,7 @@ class Registry(dict):
     def __missing__(self, name):
         said = unknown_name(self.kind, name, self)
         if "Did you mean" not in said:
-            said += " Register your own first, for a command in mine.py (python mine.py train)."
+            said += " Register your own first (for a command in mine.py: python mine.py train), or give the function itself."
         raise ValueError(said)
 
     def resolve(self, given: str | Callable) -> tuple[str, Any]:
@@ -254,7 +254,7 @@ def call(
         got = type(answer).__name__
     else:
         if x.shape == tuple(shape) and self.dtype in (None, x.dtype) and not x.is_complex():
-            return x.detach()
+            return x
     raise ValueError(
         f"The {self.kind} {name!r} must return {self.answer}, {tuple(shape)}; got {got}."
     )

@@ -12,7 +12,7 @@ __all__ = ['POLICY_LOSSES', 'LOG_RATIO_MAX', 'LEVELS', 'AGGREGATIONS', 'KL_KINDS
 import inspect
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Literal, NamedTuple
 
@@ -25,7 +25,7 @@ from .config import configuration, number_in, one_of
 from .core import Registry, _as_mask, masked_mean, masked_sum
 
 # %% ../nbs/method/01_losses.ipynb #af899114
-POLICY_LOSSES = Registry("policy loss")
+POLICY_LOSSES = Registry("policy loss", "one number per step")
 LOG_RATIO_MAX = 20.0  # log ratios above count as this in `exp`
 
 
@@ -478,7 +478,7 @@ def _sampling_metrics(
 class LossConfig:
     "What is minimised in an update."
 
-    policy_loss: str = "ppo"  # name in POLICY_LOSSES
+    policy_loss: str | Callable = "ppo"  # a name in POLICY_LOSSES, or a function
     level: Literal[LEVELS] = "token"  # of the ratio: see `at_level`
     clip: Clip | None = None  # None: the policy loss's own
     ratio_max: Positive | None = None  # absolute cap of the ratio; None: the policy loss's own
@@ -505,15 +505,17 @@ class LossConfig:
 
     def arguments(self) -> dict:
         "The options of the policy loss, resolved."
-        known = inspect.signature(POLICY_LOSSES[self.policy_loss]).parameters
+        name, f = POLICY_LOSSES.resolve(self.policy_loss)
+        known = list(inspect.signature(f).parameters.items())[2:]  # after log ratio and advantage
         given = {"clip": self.clip, "ratio_max": self.ratio_max}
         given = {k: v for k, v in given.items() if v is not None} | dict(self.options)
-        default = {k: p.default for k, p in known.items() if not k.endswith("_NS")}
-        for name in given:
-            one_of(f"option of {self.policy_loss!r}", name, default)
+        options = [(k, p) for k, p in known if not k.endswith("_NS") and p.kind != p.VAR_KEYWORD]
+        default = {k: p.default for k, p in options}
+        for key in given:
+            one_of(f"option of {name!r}", key, default)
         missing = [k for k, v in (default | given).items() if v is inspect.Parameter.empty]
         if missing:
-            raise ValueError(f"Policy loss {self.policy_loss!r} needs options {missing}.")
+            raise ValueError(f"Policy loss {name!r} needs options {missing}.")
         return default | given
 
     @property
@@ -553,12 +555,12 @@ def _warn_by_length(config: LossConfig):
 # %% ../nbs/method/01_losses.ipynb #a7b13937
 def _policy_term(config, log_ratio_NS, advantage, mask_NS, **tensors) -> Tensor:
     "Loss of each step, weighted (N, S). Of `tensors`, the policy loss gets what it asks for."
-    f = POLICY_LOSSES[config.policy_loss]
-    asked = inspect.signature(f).parameters
+    kind = config.policy_loss
+    asked = inspect.signature(POLICY_LOSSES.resolve(kind)[1]).parameters
     tensors = {k: apply_mask(x, mask_NS) for k, x in tensors.items() if x is not None}
     given = {k: x for k, x in (tensors | {"mask_NS": mask_NS}).items() if k in asked}
     x_NS, a_NS = apply_mask(log_ratio_NS, mask_NS), apply_mask(advantage, mask_NS)
-    step_NS = f(x_NS, a_NS, **config.arguments(), **given)
+    step_NS = POLICY_LOSSES.call(kind, x_NS.shape, x_NS, a_NS, **config.arguments(), **given)
     if "weight_NS" in asked or "weight_NS" not in tensors:
         return step_NS
     return step_NS * tensors["weight_NS"].detach()

@@ -241,7 +241,7 @@ def _named_specs(functions: Any) -> list[RewardSpec]:
         specs = [RewardSpec.of(f) for f in functions]
     else:
         raise ValueError(
-            f"Rewards are a function, a list of functions or a dict {{'name': function}}, got a {type(functions).__name__}."
+            f"Rewards are a function, a list of functions or a dict {{'name': function}}, got a {type(functions).__name__}; a registered one is REWARDS['name']()."
         )
     labels = [label for s in specs for label in s.labels()]
     if not labels or len(set(labels)) < len(labels):

@@ -178,7 +178,7 @@ def _check_chosen(
     if not good:
         many = f"{low}" if low == high else f"{low} to {high}"
         raise ValueError(
-            f"Selector {selector.config.selector_type!r} must return {many} whole numbers from 0 to "
+            f"Selector {selector.config.selector_type!r} must return {many} indices of tasks, whole numbers from 0 to "
             f"{selector.num_tasks - 1}, got {reprlib.repr(indices)}."
         )
     return found.astype(np.int64)

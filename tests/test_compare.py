@@ -582,7 +582,7 @@ def any_right(rollout, config):
 
 arms = {
     "registered": {"advantage.mode": "registered"},
-    "estimator": {"advantage.mode": mine},
+    "estimator": {"advantage.mode": mine, "update.loss.policy_loss": lambda x, a: -x.exp() * a},
     "reward": {"rewards.functions": {"seven": partial(ends_with_7, end=sys.argv[3])}},
     "selector": {"tasks.selector": Backwards},
     "rule": {"filter_groups.enable": True, "filter_groups.rule": any_right, "filter_groups.log_format": None},

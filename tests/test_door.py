@@ -297,6 +297,10 @@ def by_length(rollout):
     return rollout.lengths_N
 
 
+def surrogate(log_ratio, advantage, scale=2.0):
+    return -scale * log_ratio.exp() * advantage
+
+
 def all_groups(rollout, config):
     return torch.ones(rollout.num_groups, dtype=torch.bool)
 
@@ -310,6 +314,7 @@ def test_an_application_beside_parts_of_one_s_own_is_told(tmp_path, policy):
 
 def test_functions_of_a_run_are_passed_again_or_replaced(tmp_path, policy):
     keys = {"advantage.mode": halves, "filter_groups.rule": all_groups}
+    keys |= {"update.loss.policy_loss": surrogate}
     made = SMALL | keys | {"run.dir": tmp_path / "run", "filter_groups.enable": True}
     made |= {"filter_groups.metric": ["seq_reward", by_length]}
     GRPO(policy, ROWS, RIGHT, made, callbacks=[lambda t, row: None]).fit(1).close()
@@ -317,7 +322,12 @@ def test_functions_of_a_run_are_passed_again_or_replaced(tmp_path, policy):
     for given in ({}, ["steps=3"]):
         with pytest.raises(ValueError, match="{'filter_groups.metric.1': f.*{'advantage.mode': f"):
             load(given)
-    named = ["advantage.mode=grpo", "filter_groups.rule=metric", "filter_groups.metric=right"]
+    named = [
+        "advantage.mode=grpo",
+        "update.loss.policy_loss=ppo",
+        "filter_groups.rule=metric",
+        "filter_groups.metric=right",
+    ]
     with pytest.warns(UserWarning, match="callbacks of the run are not called: .*lambda"):
         assert load(named).config.advantage.mode == "grpo"
     again = load(keys | {"filter_groups.metric.1": by_length})
@@ -543,6 +553,8 @@ BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8,
         (lambda p: GRPO.from_config({"policy.model": "none"}, callback=[]), "Did you mean 'callbacks'"),
         (lambda p: GRPO.from_config({"policy.model": "none", "run.dir": __file__}), "run.dir: .* is no folder"),
         (lambda p: GRPO(p, ["1+1="], RIGHT), "must be a dict|prompt"),
+        (lambda p: GRPO(p, ROWS, RIGHT, {"update.loss.policy_loss": lambda x, a: (x * a).mean()}), "must return one number per step, .2, 1.; got .. "),
+        (lambda p: GRPO(p, ROWS, RIGHT, {"update.loss.policy_loss": lambda x: x}), "but takes .x.: too many"),
         (lambda p: load_config(None, ["tasks.eval={a: x.jsonl, b: 3}"]), "must be text or {name: text}"),
         (lambda p: open_policy({"engine": {"kind": "vllm"}}), "policy.engine: url must be text"),
         (lambda p: TokenPolicy(p.model, p.tokenizer, stop={"=": 1}), "stop=.* is not one token"),
