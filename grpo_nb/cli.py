@@ -18,7 +18,7 @@ from typing import Any
 from fastcore.docments import docments
 
 from . import __version__
-from .config import check_number, describe, one_of, override
+from .config import check_number, describe, one_of, override, _with_key
 from .demo import _demo_report, _judge_with_fan
 from .evaluate import Scores
 from .files import _free_path, hide_secrets, plain
@@ -160,14 +160,12 @@ def _open_block(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[GRPO
     from omegaconf import OmegaConf
 
     config = load_config(recipe, [o for o in overrides if not o.startswith("compare.")])
-    tree = OmegaConf.create(_read_recipe(recipe).get("compare") or {})
-    for o in overrides:
-        if o.startswith("compare."):
-            new = OmegaConf.from_dotlist([o.removeprefix("compare.")])
-            if "." not in o.partition("=")[0][8:]:  # budget={steps: 2} replaces {samples: 8192}
-                tree.pop(next(iter(new)), None)
-            tree = OmegaConf.merge(tree, new)
-    return config, OmegaConf.to_container(tree)
+    block = _read_recipe(recipe).get("compare") or {}
+    for o in (o for o in overrides if o.startswith("compare.")):
+        key, _, text = o.partition("=")
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        block = _with_key(block, key.split(".")[1:], value)
+    return config, block
 
 # %% ../nbs/07_cli.ipynb #9654a8e8
 def _compare(

@@ -188,13 +188,15 @@ def configuration(cls: type) -> type:
     return cls
 
 # %% ../nbs/ground/00_config.ipynb #93e15e7e
+def _sections(config: Any) -> dict[str, Any]:
+    "The configurations in a configuration, by field."
+    parts = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return {name: part for name, part in parts.items() if hasattr(type(part), "_given")}
+
+
 def given_keys(config: Any) -> list[str]:
     "The dotted keys of a configuration that were set by somebody, here or in a section."
-    found = list(config._given)
-    for f in dataclasses.fields(config):
-        if hasattr(type(part := getattr(config, f.name)), "_given"):
-            found += [f"{f.name}.{k}" for k in given_keys(part)]
-    return found
+    return [*config._given, *_leaf_keys(_sections(config))]
 
 # %% ../nbs/ground/00_config.ipynb #09e7301b
 def _leaf_keys(values: Mapping) -> list[str]:
@@ -210,15 +212,11 @@ def _leaf_keys(values: Mapping) -> list[str]:
 # %% ../nbs/ground/00_config.ipynb #4572f099
 def _mark_given(config: Any, keys: Iterable[str]) -> None:
     "Remember these keys, and no others; `settle` of a configuration fills in what was not given."
-    own, parts = {}, {}
-    for key in keys:
-        name, _, rest = key.partition(".")
-        section = hasattr(type(getattr(config, name, None)), "_given")
-        parts.setdefault(name, []).append(rest) if section else own.setdefault(name)
+    pairs, sections = [key.partition(".")[::2] for key in keys], _sections(config)
+    own = dict.fromkeys(name for name, _ in pairs if name not in sections)
     object.__setattr__(config, "_given", tuple(own))  # not a field
-    for f in dataclasses.fields(config):
-        if hasattr(type(part := getattr(config, f.name)), "_given"):
-            _mark_given(part, filter(None, parts.get(f.name, ())))
+    for name, part in sections.items():
+        _mark_given(part, [rest for at, rest in pairs if at == name and rest])
     if hasattr(config, "settle"):
         config.settle()
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import torch
 from fastcore.basics import patch
 
 from .. import verifiers  # noqa: F401 (their names are in REWARDS)
@@ -136,15 +135,6 @@ _say_our_words(GRPOConfig, _words | dict(w.split("=") for w in _ELSEWHERE.split(
 
 
 GRPO.config_class = GRPOConfig
-
-
-def _use_threads(trainer: GRPO) -> None:
-    "Set the torch threads that a configuration asks for."
-    if getattr(trainer.config, "threads", None):
-        torch.set_num_threads(trainer.config.threads)
-
-
-GRPO.add_default_callback(_use_threads)
 
 # %% ../../nbs/lab/03_recipe.ipynb #b23dcab4
 def load_config(

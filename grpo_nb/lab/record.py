@@ -244,12 +244,8 @@ class _Wandb:
 
         columns = list(dict.fromkeys(k for r in rows for k in r))
         data = [[r.get(c) for c in columns] for r in rows]
-        self.run.log(
-            {
-                "step": step,
-                "samples": wandb.Table(columns=columns, data=data, allow_mixed_types=True),
-            }
-        )
+        table = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
+        self.run.log({"step": step, "samples": table})
 
     def close(self, failed: bool) -> None:
         self.run.finish(exit_code=int(failed))

@@ -116,6 +116,8 @@ class _Session:
         self.begun = []  # optimizer steps that it has begun
         self.half = ""  # why training cannot go on: an update that was broken off
         trainer.optimizer.register_step_pre_hook(lambda *_: self.begun.append(1))
+        if threads := getattr(trainer.config, "threads", None):
+            torch.set_num_threads(threads)
 
     def setting(self, name: str):
         "A section of the configuration, or its defaults where a plain TrainerConfig has none."
