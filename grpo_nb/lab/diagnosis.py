@@ -8,7 +8,7 @@ __all__ = ['diagnose']
 # %% ../../nbs/lab/02_diagnosis.ipynb #35bd72b0
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -31,19 +31,31 @@ class _Finding:
 
     verdict: str  # OK, WARN, CRITICAL, SKIPPED
     evidence: str  # numbers and steps
-    prescription: str = ""  # the one thing to do first; not shown if OK
+    prescription: str = ""  # the one thing to do first; nothing if OK
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #2c03d3a1
 _RULES = Registry("rule")
+_Part = tuple[str, str, str]  # verdict, evidence and prescription of one thing that a rule looks at
+
+
+def _rule(name: str) -> Callable:
+    "Register a rule that yields its parts."
+
+    def register(look: Callable) -> Callable:
+        def rule(frame) -> _Finding:
+            verdicts, said, say = zip(*look(frame))
+            worst = max(verdicts, key=("OK", "WARN", "CRITICAL").index)
+            wrong = [do for verdict, do in zip(verdicts, say) if verdict != "OK"]
+            return _Finding(worst, "; ".join(said), wrong[-1] if wrong else "")
+
+        return _RULES.register(name)(rule)
+
+    return register
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #1e8d4e69
 def _grade(value: float, limits: Sequence[float]) -> str:
     "Verdict of a number that should be small."
     return "CRITICAL" if value > limits[-1] else "WARN" if value > limits[0] else "OK"
-
-
-def _worst(*verdicts: str) -> str:
-    return max(verdicts, key=("OK", "WARN", "CRITICAL").index)
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #2dd352df
 def _mean(x: np.ndarray) -> float:
@@ -85,8 +97,8 @@ def _trend(values: np.ndarray) -> tuple[float, float]:
     return float(tau), float(p)
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #57d6977e
-@_RULES.register("D1 dead groups")
-def _dead_groups(frame) -> _Finding:
+@_rule("D1 dead groups")
+def _dead_groups(frame) -> Iterator[_Part]:
     dead, step = need(frame, "frac_reward_zero_std"), frame["step"].to_numpy()
     _need_steps(dead, _STREAK)
     verdict, part = "OK", slice(-_WINDOW, None)
@@ -104,11 +116,11 @@ def _dead_groups(frame) -> _Finding:
             say = "The tasks are too easy: harder tasks, or a selector that leaves the solved ones out."
         elif low > 2 * high:
             say = "The tasks are too hard: easier ones, more generations, or a partial reward."
-    return _Finding(verdict, said, say)
+    yield verdict, said, say
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #533ad7df
-@_RULES.register("D2 sampler mismatch")
-def _sampler_mismatch(frame) -> _Finding:
+@_rule("D2 sampler mismatch")
+def _sampler_mismatch(frame) -> Iterator[_Part]:
     diff = column(frame, "upd/first_logp_diff", how="first")
     ratio = column(frame, "ratio/q95", how="first")
     planned = column(frame, "upd/n_planned")
@@ -116,23 +128,21 @@ def _sampler_mismatch(frame) -> _Finding:
         ratio = None  # one number for several updates: it may well be above 1
     if diff is None and ratio is None:
         raise MissingMetric("missing upd/first_logp_diff or ratio/q95 of the first epoch")
-    verdict, said = "OK", []
-    if diff is not None:
-        at = int(np.nanargmax(diff))
-        said.append(f"max |log-prob - old| {diff[at]:.2g} at step {frame['step'].iloc[at]}")
-        verdict = "CRITICAL" if diff[at] > 1e-3 else "OK"
-    if ratio is not None:
-        said.append(f"95 % of first ratios below {_now(ratio):.3f}")
-        verdict = _worst(verdict, "WARN" if _now(ratio) > 1.05 else "OK")
     say = (
         "Make both equal: dropout off, same temperature, top-p and guidance, same dtype and padding, old log-probs in "
         "fp32, sampler with the present weights."
     )
-    return _Finding(verdict, "; ".join(said), say)
+    if diff is not None:
+        at = int(np.nanargmax(diff))
+        said = f"max |log-prob - old| {diff[at]:.2g} at step {frame['step'].iloc[at]}"
+        yield "CRITICAL" if diff[at] > 1e-3 else "OK", said, say
+    if ratio is not None:
+        said = f"95 % of first ratios below {_now(ratio):.3f}"
+        yield "WARN" if _now(ratio) > 1.05 else "OK", said, say
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #d9ced9f4
-@_RULES.register("D3 clip saturation")
-def _clip_saturation(frame) -> _Finding:
+@_rule("D3 clip saturation")
+def _clip_saturation(frame) -> Iterator[_Part]:
     low = column(frame, "clip_ratio/low_mean")
     high = column(frame, "clip_ratio/high_mean")
     both = low is not None and high is not None
@@ -142,39 +152,34 @@ def _clip_saturation(frame) -> _Finding:
         a, b = _now(low), _now(high)
         said += f" (low {a:.1%}, high {b:.1%})"
         if a + b > 0.01 and a >= 3 * b:
-            verdict = _worst(verdict, "WARN")
+            verdict = "WARN" if verdict == "OK" else verdict
             said += ", mostly samples pushed down"
     say = "Fewer updates per rollout or a lower learning rate; check the step dimension and the clip range."
-    return _Finding(verdict, said, say)
+    yield verdict, said, say
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #40b83131
-@_RULES.register("D4 KL drift")
-def _kl_drift(frame) -> _Finding:
+@_rule("D4 KL drift")
+def _kl_drift(frame) -> Iterator[_Part]:
     need(frame, *KL_OLD, "kl")
     old, ref = column(frame, *KL_OLD, how="max"), column(frame, "kl")
     limit = frame.attrs.get("kl_limit") or 0.03
-    verdict, said, say = "OK", [], ""
     if old is not None:
         now, over = _now(old), float(np.mean(old > limit))
-        said.append(f"KL to old {now:.2g} lately, above {limit:g} in {over:.0%} of all steps")
-        if now > limit:
-            verdict, say = "WARN", "Stop the epochs early on KL, or lower the learning rate."
+        said = f"KL to old {now:.2g} lately, above {limit:g} in {over:.0%} of all steps"
+        say = "Stop the epochs early on KL, or lower the learning rate."
+        yield "WARN" if now > limit else "OK", said, say
     if ref is not None:
         now, top = _now(ref), float(np.nanmax(ref))
-        said.append(f"KL to reference {now:.2g}")
-        grade = _grade(now, (0.5, 2.0))
-        if grade != "OK":
-            say = "Raise beta or lower the learning rate; compare held-out reward."
-        elif top < 1e-4 and np.isfinite(ref).sum() >= _LEAST:
-            grade = "WARN"
-            said[-1] += f", never above {top:.1g}"
+        verdict, said = _grade(now, (0.5, 2.0)), f"KL to reference {now:.2g}"
+        say = "Raise beta or lower the learning rate; compare held-out reward."
+        if top < 1e-4 and np.isfinite(ref).sum() >= _LEAST:
+            verdict, said = "WARN", f"{said}, never above {top:.1g}"
             say = "The policy does not leave the reference: lower beta, raise the rate."
-        verdict = _worst(verdict, grade)
-    return _Finding(verdict, "; ".join(said), say)
+        yield verdict, said, say
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #008200a2
-@_RULES.register("D5 entropy collapse")
-def _entropy_collapse(frame) -> _Finding:
+@_rule("D5 entropy collapse")
+def _entropy_collapse(frame) -> Iterator[_Part]:
     entropy, reward = need(frame, "entropy"), need(frame, "reward")
     known = _need_steps(entropy, _LEAST)
     start, now = _mean(known[: max(len(known) // 20, 3)]), _now(entropy)
@@ -186,52 +191,48 @@ def _entropy_collapse(frame) -> _Finding:
     trend = "flat" if flat else "rising"
     said = f"entropy {start:.3g} at the start, {now:.3g} now ({now / start:.0%}); reward {trend}"
     say = "Raise the sampling temperature or the upper clip range, or lower the learning rate."
-    return _Finding(verdict, said, say)
+    yield verdict, said, say
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #f9e7069a
-@_RULES.register("D6 length")
-def _length(frame) -> _Finding:
+@_rule("D6 length")
+def _length(frame) -> Iterator[_Part]:
     import pandas as pd
 
     names = ("completions/clipped_ratio", "completions/mean_length")
     need(frame, *names)
     cut, length, reward = (column(frame, name) for name in (*names, "reward"))
-    verdict, said, say = "OK", [], ""
+    verdict = "OK"
     if cut is not None:
         verdict = _grade(_now(cut), (0.05, 0.5))
-        said.append(f"{_now(cut):.1%} truncated over the last {_WINDOW} steps")
         say = "Raise the length limit, and check that the end token is learnt and the chat template applied."
+        yield verdict, f"{_now(cut):.1%} truncated over the last {_WINDOW} steps", say
     if length is not None:
         first, now = _mean(length[np.isfinite(length)][:_WINDOW]), _now(length)
-        said.append(f"length {first:.0f} at first, {now:.0f} now")
+        said, paid = f"length {first:.0f} at first, {now:.0f} now", False
         both = pd.DataFrame({"length": length, "reward": reward}, dtype=float)
         r = both["length"].corr(both["reward"], min_periods=_LEAST)
         if now > 1.5 * first and not math.isnan(r):
-            said[-1] += f", correlation with reward {r:.2f}"
-            if r > 0.6 and verdict == "OK":
-                verdict = "WARN"
-                say = "Check that length itself is not paid: gate or drop the length reward."
-    return _Finding(verdict, "; ".join(said), say)
+            said += f", correlation with reward {r:.2f}"
+            paid = r > 0.6 and verdict == "OK"
+        say = "Check that length itself is not paid: gate or drop the length reward."
+        yield "WARN" if paid else "OK", said, say
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #647b8c98
-@_RULES.register("D7 dominant reward")
-def _dominant_reward(frame) -> _Finding:
+@_rule("D7 dominant reward")
+def _dominant_reward(frame) -> Iterator[_Part]:
     names = [c.split("/")[1] for c in frame if re.fullmatch(r"rewards/.+/mean", c)]
     shares, what = _shares(frame, names)
     dead = [n for n in names if _never(frame, n)]
     if len(shares) < 2 and not dead:
         raise MissingMetric("missing adv/share/* or rewards/*/std of two components")
-    verdict, said, say = "OK", [], ""
     if len(shares) > 1:
         top = max(shares, key=shares.get)
-        verdict = _grade(shares[top], (0.7, 0.9))
-        said.append(f"{top!r} is {shares[top]:.0%} of the {what}")
         say = "If the weights do not mean that: normalise components apart (GDPO), or change weights or scale."
+        said = f"{top!r} is {shares[top]:.0%} of the {what}"
+        yield _grade(shares[top], (0.7, 0.9)), said, say
     if dead:
-        verdict = _worst(verdict, "WARN")
-        said.append(f"{', '.join(map(repr, dead))}: never non-zero in {_NEVER} steps or more")
-        say = f"Test the function of {dead[0]!r} by hand on a stored sample."
-    return _Finding(verdict, "; ".join(said), say)
+        said = f"{', '.join(map(repr, dead))}: never non-zero in {_NEVER} steps or more"
+        yield "WARN", said, f"Test the function of {dead[0]!r} by hand on a stored sample."
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #3740ebe1
 def _shares(frame, names: Sequence[str]) -> tuple[dict[str, float], str]:
@@ -260,8 +261,8 @@ def _never(frame, name: str) -> bool:
     return not np.nan_to_num(mean).any() and (std is None or not np.nan_to_num(std).any())
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #0fe00dc7
-@_RULES.register("D8 gradient")
-def _gradient(frame) -> _Finding:
+@_rule("D8 gradient")
+def _gradient(frame) -> Iterator[_Part]:
     grad, step = need(frame, "grad_norm"), frame["step"].to_numpy()
     reward, done, skipped = (column(frame, k) for k in ("reward", "upd/n_done", "upd/n_skipped"))
     trained = np.isfinite(reward) if reward is not None else np.ones(len(grad), bool)
@@ -273,27 +274,25 @@ def _gradient(frame) -> _Finding:
     broken = trained & ~np.isfinite(grad)
     broken |= skipped > 0 if skipped is not None else False  # updates left out as not finite
     zero = _mean((good == 0).astype(float))
-    verdict, said = _grade(zero, (0.2, 0.7)), [f"median norm {median:.3g}"]
+    said = f"median norm {median:.3g}"
     say = "Filter groups: steps of dead groups only have no gradient."
     if zero > 0:
-        said.append(f"{zero:.0%} of steps have gradient 0")
+        said += f"; {zero:.0%} of steps have gradient 0"
         dead = column(frame, "frac_reward_zero_std")
         if dead is not None and _mean(dead[trained & (grad == 0)]) < _DEAD[0]:
             say = "Rewards differ: see what the estimator makes of them, trainer.last.advantages."
+    yield _grade(zero, (0.2, 0.7)), said, say
     if spike.any():
-        verdict = _worst(verdict, "WARN")
-        say = "Clip the gradient norm and lower the learning rate."
-        first = f"{grad[spike][0]:.3g} at step {step[spike][0]}"
-        said.append(f"{spike.sum()} spikes, the first {first}")
+        said = f"{spike.sum()} spikes, the first {grad[spike][0]:.3g} at step {step[spike][0]}"
+        yield "WARN", said, "Clip the gradient norm and lower the learning rate."
     if broken.any():
-        verdict = "CRITICAL"
+        said = f"not finite in {broken.sum()} steps, first at step {step[broken][0]}"
         say = "Look for inf or NaN in log-probs and rewards of that step; lower the learning rate."
-        said.append(f"not finite in {broken.sum()} steps, first at step {step[broken][0]}")
-    return _Finding(verdict, "; ".join(said), say)
+        yield "CRITICAL", said, say
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #e74e2751
-@_RULES.register("D9 reward hacking")
-def _reward_hacking(frame) -> _Finding:
+@_rule("D9 reward hacking")
+def _reward_hacking(frame) -> Iterator[_Part]:
     reward, held = need(frame, "reward"), column(frame, *HELD_OUT)
     if held is None:
         raise MissingMetric(f"missing {' or '.join(HELD_OUT)}: set eval.every and held-out tasks")
@@ -302,11 +301,11 @@ def _reward_hacking(frame) -> _Finding:
     gap = float(np.mean(trained - held[at]))
     said = f"training reward {trained[-1]:.3g}, held-out {held[at[-1]]:.3g} at step {frame['step'].iloc[at[-1]]}; gap {gap:.2f}"
     say = "Read the best samples by reward; score held-out tasks with an independent verifier; raise beta."
-    return _Finding(_grade(gap, (0.15, 0.3)), said, say)
+    yield _grade(gap, (0.15, 0.3)), said, say
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #b6bd3696
-@_RULES.register("D10 no progress")
-def _no_progress(frame) -> _Finding:
+@_rule("D10 no progress")
+def _no_progress(frame) -> Iterator[_Part]:
     reward, dead = need(frame, "reward"), need(frame, "frac_reward_zero_std")
     known = _need_steps(reward, 3 * _LEAST)
     n = len(known) // 3
@@ -318,7 +317,7 @@ def _no_progress(frame) -> _Finding:
         f"rank trend {tau:+.2f} (p {p:.2g}), {share:.0%} dead groups"
     )
     say = "Compare with a tuned learning rate, then more generations; check the sign of the advantage on one sample."
-    return _Finding("WARN" if flat and share < _DEAD[0] else "OK", said, say)
+    yield "WARN" if flat and share < _DEAD[0] else "OK", said, say
 
 # %% ../../nbs/lab/02_diagnosis.ipynb #157937c0
 def diagnose(
@@ -336,9 +335,7 @@ def diagnose(
         page = f"lab/diagnosis.html#{name.lower().replace(' ', '-')}"
         link = f"https://grpo-nb.github.io/grpo_nb/{page}"
         rows.append({"rule": name, **asdict(finding), "explained": link})
-    out = pd.DataFrame(rows)
-    out.loc[out["verdict"] == "OK", "prescription"] = ""
-    return out
+    return pd.DataFrame(rows)
 
 
 Run.diagnose = diagnose
