@@ -57,25 +57,6 @@ class GRPO:
     """
 
     callback_makers: list = []  # see `add_default_callback`
-    elsewhere = {  # TRL's words
-        "model": "policy",
-        "train_dataset": "tasks",
-        "reward_funcs": "rewards",
-        "args": "config",
-        "eval_dataset": "eval_tasks",
-        "ref_model": "reference",
-        "processing_class": "policy=(model, tokenizer)",
-        "train": "fit()",
-        "state": "history, step_done",
-        "log_history": "history",
-        "save_model": "policy.save_pretrained(folder)",
-    }
-
-    def __getattr__(self, name: str):
-        if name in self.elsewhere or hasattr(vars(self).get("policy"), name):
-            ours = self.elsewhere.get(name, f"policy.{name}")
-            raise AttributeError(f"GRPO has no {name!r}: here it is {ours}.")
-        return object.__getattribute__(self, name)  # the error as Python says it
 
     @_tells_errors
     def step(
@@ -453,6 +434,29 @@ def __repr__(self: GRPO):
     c = self.config
     size = f"{c.train_batch_size} x {c.num_generations} samples per step"
     return f"GRPO({self.policy}, {size}, step {self.step_done} of {max(c.steps, self.step_done)})"
+
+# %% ../nbs/method/04_trainer.ipynb #15c83fc8
+GRPO.elsewhere = {  # TRL's words
+    "model": "policy",
+    "train_dataset": "tasks",
+    "reward_funcs": "rewards",
+    "args": "config",
+    "eval_dataset": "eval_tasks",
+    "ref_model": "reference",
+    "processing_class": "policy=(model, tokenizer)",
+    "train": "fit()",
+    "state": "history, step_done",
+    "log_history": "history",
+    "save_model": "policy.save_pretrained(folder)",
+}
+
+
+@patch
+def __getattr__(self: GRPO, name: str):
+    if name in self.elsewhere or hasattr(vars(self).get("policy"), name):
+        ours = self.elsewhere.get(name, f"policy.{name}")
+        raise AttributeError(f"GRPO has no {name!r}: here it is {ours}.")
+    return object.__getattribute__(self, name)  # the error as Python says it
 
 # %% ../nbs/method/04_trainer.ipynb #36cd3de4
 def _make_runner(rewards: Any, config: TrainerConfig) -> RewardRunner:

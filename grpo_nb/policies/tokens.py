@@ -621,13 +621,13 @@ _SCORED = 2**14  # tokens per pass
 @patch
 @torch.no_grad()
 def _score_drawn(self: TokenPolicy, prompts, num_generations: int, drawn, greedy=False) -> tuple:
-    "Tokens, mask, log-probs and entropy of what an engine drew, as the model sees it, and its log-probs; `RatioMismatch` if it is of another mind."
+    "Tokens, mask, log-probs and entropy of what an engine drew, as the model sees it, and its log-probs; `RatioMismatch` if the two disagree."
     r = self._as_rollout(prompts, num_generations, drawn)
     rows = micro_batches(r.lengths_N, torch.arange(len(r)), _SCORED)
     scores = [self.logp_entropy(r[part]) for part in rows]
     logp, entropy = (torch.cat(x).cpu() for x in zip(*scores))
     if not greedy and not getattr(self.engine, "staleness", 0):  # else they were looked at before
-        _refuse_other_mind((logp - r.old_logp_NS)[r.mask_NS].abs().double(), self.engine.tol)
+        _refuse_mismatch((logp - r.old_logp_NS)[r.mask_NS].abs().double(), self.engine.tol)
     return r.states["completion_ids"], r.mask_NS, logp, entropy, r.old_logp_NS
 
 
@@ -646,7 +646,7 @@ def _as_rollout(self: TokenPolicy, prompts, num_generations, drawn) -> Rollout:
     return Rollout(index_N, index_N.tolist(), states, mask, logp)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #0b23a7ef
-def _refuse_other_mind(diff: Tensor, tol: float):
+def _refuse_mismatch(diff: Tensor, tol: float):
     "An error if log-probs differ by more than other kernels and another precision explain."
     if float(diff.mean()) <= tol:
         return
