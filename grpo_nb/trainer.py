@@ -451,12 +451,14 @@ GRPO.elsewhere = {  # TRL's words
 }
 
 
-@patch
-def __getattr__(self: GRPO, name: str):
+def _say_our_word(self: GRPO, name: str):
     if name in self.elsewhere or hasattr(vars(self).get("policy"), name):
         ours = self.elsewhere.get(name, f"policy.{name}")
         raise AttributeError(f"GRPO has no {name!r}: here it is {ours}.")
     return object.__getattribute__(self, name)  # the error as Python says it
+
+
+GRPO.__getattr__ = _say_our_word
 
 # %% ../nbs/method/04_trainer.ipynb #36cd3de4
 def _make_runner(rewards: Any, config: TrainerConfig) -> RewardRunner:
