@@ -142,10 +142,8 @@ class _Reporter:
 
     def __init__(self, spec: Spec, total: int):
         self.spec, self.total, self.found, self.done = spec, total, 0, 0
-        self.say, self.begun = (
-            say if display_mode() != "quiet" else lambda text: None,
-            time.monotonic(),
-        )
+        self.say = say if display_mode() != "quiet" else lambda text: None
+        self.begun = time.monotonic()
         seeds = ", ".join(map(str, spec.seeds))
         self.say(f"{_listed(spec.variants)}; seeds {seeds}; {spec.budget} per run")
 

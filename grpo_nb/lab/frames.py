@@ -7,7 +7,6 @@ __all__ = ['KL_OLD', 'HELD_OUT', 'flat_keys', 'column', 'MissingMetric', 'need']
 
 # %% ../../nbs/lab/00_frames.ipynb #c2085f8f
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,8 @@ class FailedRun(Exception):
 # %% ../../nbs/lab/06_runs.ipynb #a67ec7dd
 def _numbers(row: Mapping) -> dict[str, float]:
     "The plain numbers of a metrics row."
-    plain = {k: v.item() if isinstance(v, np.number) else v for k, v in row.items()}
-    return {
-        k: v for k, v in plain.items() if isinstance(v, (int, float)) and not isinstance(v, bool)
-    }
+    numbers = {k: v for k, v in row.items() if isinstance(v, Real) and not isinstance(v, bool)}
+    return {k: v.item() if isinstance(v, np.number) else v for k, v in numbers.items()}
 
 
 def _scores_of(scores) -> dict[str, float]:

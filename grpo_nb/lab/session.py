@@ -109,7 +109,6 @@ class _Session:
         self.saved_step = None
         self.unsaved = None  # why the last checkpoint could not be written
         self.around = None  # what lasts as long as `fit`: signals, the log, the bar
-        self.interrupted = None  # name of the signal that ended the last `fit`
         self.bar = None
         self.undo = None  # takes the batch under way back
         self.update_of = None  # steps done when the update under way began
@@ -160,7 +159,6 @@ def on_fit_start(self: _Session, trainer: GRPO):
     self.mark("running")
     saves = self.run is not None and self.setting("checkpoint").at_end
     then = "saving a checkpoint" if saves else "stopping without a checkpoint"
-    self.interrupted = None
     self.around = contextlib.ExitStack()
     self.around.enter_context(_interrupts(trainer, then))
     if self.run is not None:
@@ -182,11 +180,10 @@ def on_fit_end(self: _Session, trainer: GRPO):
     self.around = self.bar = None
     if error:
         return
-    self.interrupted = stop if stop in ("SIGINT", "SIGTERM") else None
-    if self.interrupted:
+    if trainer.interrupted:
         where = " while its next batch is collected" if self._between_batches else ""
         say(f"Stopped after step {step}{where}; fit() goes on from here.")
-    if self.run is not None and self.interrupted:
+    if self.run is not None and trainer.interrupted:
         self.run.event("interrupted", step=step, signal=stop)
     elif self.run is not None and isinstance(stop, str):
         left = getattr(trainer.stream, "left", None)
@@ -199,13 +196,13 @@ def on_fit_end(self: _Session, trainer: GRPO):
     except BaseException as e:
         self.mark("interrupted" if isinstance(e, KeyboardInterrupt) else "failed")
         raise
-    if step and not self.interrupted and (why := of_first(lambda: _untrained(trainer))):
+    if step and not trainer.interrupted and (why := of_first(lambda: _untrained(trainer))):
         warnings.warn(f"Nothing was trained: {why}.", stacklevel=4)
     bad = trainer.broken or trainer.bad_steps >= trainer.config.max_bad_steps
-    if self.interrupted or bad:
+    if trainer.interrupted or bad:
         say(self._how_to_go_on())
     done = "finished" if step >= trainer.config.steps else "stopped"
-    self.mark("failed" if bad else "interrupted" if self.interrupted else done)
+    self.mark("failed" if bad else "interrupted" if trainer.interrupted else done)
 
 # %% ../../nbs/lab/02_session.ipynb #575e71d2
 def _untrained(trainer: GRPO) -> str:
@@ -724,7 +721,7 @@ def run(self: GRPO) -> Run | None:
 @patch(as_prop=True)
 def interrupted(self: GRPO) -> str | None:
     "Name of the signal that ended the last `fit`."
-    return self.session.interrupted
+    return self.stop if self.stop in ("SIGINT", "SIGTERM") else None
 
 
 @patch
