@@ -377,15 +377,12 @@ def _step_summary(step: dict, rows: list[dict]) -> dict:
     }
 
 # %% ../../nbs/lab/02_logs.ipynb #82c91b5c
-_NOTHING = "No filter-group lines among {} lines. Is algorithm.filter_groups.enable=True, and is this the log of the training process?"
-
-
 def _log_summary(rows: list[dict], steps: list[dict], num_lines: int, unread: list[str]) -> dict:
     "The whole log in numbers."
     names = ("num_gen_batches", "prompts", "filtered", "kept", "missing_batches")
     sums = {name: sum(s[name] for s in steps) for name in names}
-    message = "" if steps else _NOTHING.format(num_lines)
-    if message and unread:
+    message = f"No filter-group lines among {num_lines} lines. Is algorithm.filter_groups.enable=True, and is this the log of the training process?"
+    if unread:
         message += f" Not understood: {len(unread)} lines, such as {unread[0]!r}."
     return sums | {
         "num_steps": len(steps),
@@ -396,7 +393,7 @@ def _log_summary(rows: list[dict], steps: list[dict], num_lines: int, unread: li
         "unread": unread,
         "issues": [row["issues"] for row in rows if row["issues"]],
         "steps": steps,
-        "message": message,
+        "message": "" if steps else message,
     }
 
 # %% ../../nbs/lab/02_logs.ipynb #6bd8ab93

@@ -297,8 +297,8 @@ def from_config(
         writable("run.dir", config.run.dir or ".", make=False)
     parts = {"policy": policy, "tasks": tasks, "rewards": rewards, "eval_tasks": eval_tasks}
     names = {"policy": "policy.", "tasks": "tasks.", "rewards": "rewards.functions."}
-    _refuse_hidden(config_tree(config), tuple(names[k] for k in names if parts[k] is not None))
-    _ask_for_passed(config_tree(config), [k for k in parts if parts[k] is not None])
+    _refuse_hidden(config, tuple(names[k] for k in names if parts[k] is not None))
+    _ask_for_passed(config, [k for k in parts if parts[k] is not None])
     openers = _openers(config)
     opened = [k for k in openers if parts[k] is None]
     if tasks is not None and "tasks.eval" not in given_keys(config) and eval_tasks is None:
@@ -334,7 +334,7 @@ def _check_processes(config: TrainerConfig, tasks: Any) -> None:
         raise ValueError(
             f"train_batch_size={config.train_batch_size} tasks are too few for {size} processes: give each at least one."
         )
-    same = flat_keys(hide_secrets(plain(config_tree(config)))) | {"versions": versions()}
+    same = flat_keys(hide_secrets(plain(config))) | {"versions": versions()}
     _check_same(same | {"the data": [_task_facts(t) for t in _tasksets_of(tasks)]})
 
 
@@ -472,10 +472,10 @@ def _refuse_late_keys(trainer: GRPO) -> SimpleNamespace:
     once = r"(policy|tasks|rewards)\..*|seed|threads|application|optimizer.(betas|weight_decay).*|filter_groups.enable"
     if trainer.collector is not None:
         once += r"|train_batch_size|num_generations|advantage.(mode|weights).*"
-    before = flat_keys(plain(config_tree(trainer.config)))
+    before = flat_keys(plain(trainer.config))
 
     def check(trainer):
-        for key, value in flat_keys(plain(config_tree(trainer.config))).items():
+        for key, value in flat_keys(plain(trainer.config)).items():
             if value != before.get(key) and re.fullmatch(once, key):
                 raise ValueError(
                     f"{key} was set to {value!r} after the trainer was made, which has read it: set it before."

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from fastcore.basics import patch
 
-from ..config import Count, config_tree, configuration, override
+from ..config import Count, configuration, override
 from ..core import Registry
 from ..files import RunLocked, finite, hide_secrets, leaves, plain
 from ..files import secret_texts, sha256, write_atomic
@@ -158,7 +158,7 @@ def _run_config(
 # %% ../../nbs/lab/06_runs.ipynb #a4409107
 def _base_changes(base: GRPOConfig) -> dict[str, Any]:
     "The dotted keys in which a base differs from the defaults, without those that `_run_config` sets."
-    new, old = (flat_keys(plain(config_tree(c))) for c in (base, GRPOConfig()))
+    new, old = (flat_keys(plain(c)) for c in (base, GRPOConfig()))
     own = re.compile(r"(run|checkpoint)\..*|seed|threads|steps|max_seconds|eval\.every")
     different = {k: v for k, v in new.items() if k not in old or old[k] != v}
     return {k: v for k, v in different.items() if not own.fullmatch(k)}
@@ -273,8 +273,8 @@ def _check_built(trainer, config: GRPOConfig, overrides: Mapping[str, Any]) -> N
     if not hasattr(trainer, "fit"):
         raise ValueError(f"make must return a trainer, got {type(trainer).__name__}.")
     got = getattr(trainer, "config", config)
-    have = flat_keys(plain(config_tree(got)))  # functions by name
-    for key, want in flat_keys(plain(config_tree(override(got, overrides)))).items():
+    have = flat_keys(plain(got))  # functions by name
+    for key, want in flat_keys(plain(override(got, overrides))).items():
         if have.get(key) != want:
             raise ValueError(
                 f"make was given {key}={want!r} and its trainer has {have.get(key)!r}: build the trainer from the "

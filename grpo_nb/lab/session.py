@@ -361,12 +361,11 @@ def sample_table(
 def _part_facts(trainer: GRPO) -> dict[str, Any]:
     "What was trained, on what and by what: class and size, checksums, weights."
     held = trainer.eval_tasks or []
+    held = held.values() if isinstance(held, Mapping) else [held]
     return {
         "policy": _policy_facts(trainer.policy),
         "tasks": {"tasks": [_task_facts(t) for t in _tasksets_of(trainer.stream)]},
-        "eval_tasks": [
-            _task_facts(t) for t in (held.values() if isinstance(held, Mapping) else [held])
-        ],
+        "eval_tasks": [_task_facts(t) for t in held],
         "rewards": dict(zip(trainer.rewards.components, trainer.weights)),
         "reference": _policy_facts(trainer.reference) if trainer.given.get("reference") else None,
         "optimizer": type(trainer.optimizer).__name__,

@@ -58,8 +58,6 @@ def _read_files(source: Any):
     if isinstance(source, Run):
         return source.samples()
     path = Path(source)
-    if _is_run(path):
-        return Run(path).samples()
     dumped = [p for p in path.glob("*.jsonl") if p.stem.isdigit()]  # verl's logs have names
     inside = [*path.glob("*.parquet"), *dumped] if path.is_dir() else [path]
     if not inside or not path.exists():
@@ -129,9 +127,9 @@ def what_if(
     filter_groups: str | None = None,  # component that must vary; None: the sum
 ) -> WhatIf:
     "Recompute advantages and filtering from the stored samples of a run, without a model."
+    run = Run(run) if isinstance(run, (str, Path)) and _is_run(run) else run
     frame, arms, own = _read_samples(run), advantage, {}
     names = frame.attrs["components"]
-    run = Run(run) if isinstance(run, (str, Path)) and _is_run(run) else run
     if isinstance(run, Run):  # how it weighed its rewards; of samples alone nothing is known
         own = dict(run.config.get("advantage") or {})
     if not isinstance(arms, Mapping):
