@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from fastcore.docments import docments
+from omegaconf import OmegaConf
 
 from . import __version__
 from .config import check_number, describe, one_of, override, _with_key
@@ -157,8 +159,6 @@ def _read_block(block: Mapping[str, Any]) -> dict[str, Any]:
 # %% ../nbs/07_cli.ipynb #474eca4e
 def _open_block(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[GRPOConfig, dict]:
     "The configuration of a recipe, and its compare block as it was written; overrides `compare.key=value` are of the block."
-    from omegaconf import OmegaConf
-
     config = load_config(recipe, [o for o in overrides if not o.startswith("compare.")])
     block = _read_recipe(recipe).get("compare") or {}
     for o in (o for o in overrides if o.startswith("compare.")):
@@ -239,8 +239,6 @@ def _documented_yaml(config) -> str:
 # %% ../nbs/07_cli.ipynb #c8e6c433
 def _yaml_value(value) -> str:
     "A value on one line of YAML."
-    import yaml
-
     shown = hide_secrets(plain(value))
     text = yaml.safe_dump(shown, default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("...\n").strip()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastcore.basics import patch
+from markupsafe import escape
 from torch import Tensor
 
 from ..advantages import compute_advantages
@@ -79,8 +80,6 @@ def _text(value: Any) -> str:
 
 def _table(frame, caption: str = "", height: int | None = None) -> str:
     "A DataFrame as HTML; with a height (in pixels) it scrolls."
-    from markupsafe import escape
-
     texts = [c for c in frame if frame[c].dtype.kind not in "iufb"]
     frame = frame.assign(**{c: [_text(v) for v in frame[c]] for c in texts})
     left = {"text-align": "left", "white-space": "pre-wrap"}

@@ -20,6 +20,9 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from fastcore.basics import patch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from .. import verifiers  # noqa: F401 (their names are in REWARDS)
 from ..config import Count, Natural, Positive, build_config, config_tree, configuration
@@ -161,10 +164,6 @@ _RESOLVER = re.compile(r"(?<!\\)(\\\\)*\$\{[^}]*(\$\{.*)?:", re.DOTALL)
 
 def _read_recipe(recipe: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     "The plain tree of a recipe with its overrides."
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     for o in overrides:
         if "=" not in o:
             raise ValueError(f"Overrides are a list of key.sub=value, got {o!r} in {overrides!r}.")

@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from fastcore.basics import patch
 
 from ..config import one_of
@@ -51,8 +52,6 @@ _PACKAGES = (
 # %% ../../nbs/lab/01_record.ipynb #54fd2470
 def environment(seeds: Any = None) -> dict:
     "Code, packages, device, threads and seeds of this process, as plain data."
-    import torch
-
     code, cuda = hashlib.sha256(), torch.cuda.is_available()
     for file in sorted(Path(sys.modules["grpo_nb"].__file__).parent.rglob("*.py")):
         code.update(file.read_bytes())

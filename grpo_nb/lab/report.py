@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from fastcore.basics import patch
+from markupsafe import Markup, escape
 
 from ..config import check_number, one_of
 from ..files import plain, write_atomic
@@ -206,8 +208,6 @@ def __repr__(self: Table):
 # %% ../../nbs/lab/05_report.ipynb #4cccd88c
 @patch
 def _repr_html_(self: Table) -> str:
-    from markupsafe import escape
-
     id = "".join(c if c.isalnum() else "_" for c in self.metric)
     styler = self.text.style.set_uuid(id).hide(axis="index")
     styler = styler.format(escape="html").format_index(escape="html", axis=1)
@@ -220,8 +220,6 @@ def _repr_html_(self: Table) -> str:
 # %% ../../nbs/lab/05_report.ipynb #16e2f85d
 @patch
 def _repr_html_(self: Study) -> str:
-    from markupsafe import escape
-
     table = self.table()._repr_html_() if self.columns else ""
     return f"<p><b>{escape(repr(self))}</b></p>{table}"
 
@@ -394,17 +392,12 @@ def _html(frame) -> str:
 
 def _yaml(tree) -> str:
     "Plain data for the page."
-    import yaml
-    from markupsafe import escape
-
     text = yaml.safe_dump(plain(tree), sort_keys=False, allow_unicode=True, width=100)
     return f"<pre>{escape(text)}</pre>"
 
 # %% ../../nbs/lab/05_report.ipynb #ca4aca3f
 def _embed(figure, about: str) -> str:
     "A figure as part of a page, with words for those who do not see it."
-    from markupsafe import escape
-
     code = base64.b64encode(figure.png(dpi=150)).decode()
     return f'<img alt="{escape(about)}" src="data:image/png;base64,{code}">'
 
@@ -414,7 +407,6 @@ def _write_page(
 ) -> Path:
     "A page on which nothing is loaded from elsewhere; sections of HTML by heading, without the empty ones."
     from jinja2 import Environment
-    from markupsafe import Markup
 
     parts = [(name, [Markup(p) for p in found]) for name, found in sections.items()]
     page = Environment(autoescape=True).from_string(_PAGE)
@@ -448,8 +440,6 @@ def report(
     **kw,  # of `table`
 ) -> Path:
     "One page with configuration, environment, tables and plots; nothing in it is loaded from elsewhere."
-    from markupsafe import Markup
-
     first, kw = self.table(**kw), {k: v for k, v in kw.items() if k != "metric"}
     others = [self.table(k, **kw) for k in self.score_names() if k != first.metric]
     tuned = ["variant", "seed", *self.tuned, self.spec["metric"], "chosen", "edge"]

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from fastcore.basics import patch
 
 from ..config import Count, configuration, override
@@ -340,8 +341,6 @@ def _result_of(job: Job, **facts) -> dict:
 # %% ../../nbs/lab/06_runs.ipynb #f9cbe7ac
 def run_job(job: Job) -> dict:
     "Carry out a job and write its result into its folder; an error of the run becomes its result."
-    import torch
-
     job = pickle.loads(pickle.dumps(job))  # a copy of what its functions hold, as in a worker
     threads = torch.get_num_threads()
     torch.set_num_threads(job.spec.threads)
