@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     keys = [w for w in words if "=" in w and not os.path.exists(w)]  # a file may be called K=1
     named = [w for w in words if w not in keys]
     vars(a).update(dict.fromkeys(names) | dict(zip(names, named)))
+    set_ = [w.partition("=")[0] for w in keys]
+    if twice := {k for k in set_ if set_.count(k) > 1}:
+        warnings.warn(
+            f"{', '.join(sorted(twice))} is given twice: the last one counts.", stacklevel=2
+        )
     a.overrides = keys + named[len(names) :]  # which then are refused
     return a
 

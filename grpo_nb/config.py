@@ -49,13 +49,18 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> Any:
     return value
 
 
+def _words(kind: type, form: str = "config.{}") -> dict[str, str]:
+    "Where a class has what is called so elsewhere, or is a key of its configuration."
+    config = getattr(kind, "config_class", None)
+    keys = _keys(config) | getattr(config, "elsewhere", {}) if config else {}
+    return {k: form.format(key) for k, key in keys.items()} | getattr(kind, "elsewhere", {})
+
+
 def _check_options(kind: type, options: Iterable[str]) -> None:
     "Refuse what is no argument of a class that takes `**unknown`."
     parameters = inspect.signature(kind).parameters.values()
     known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    theirs, config = getattr(kind, "elsewhere", {}), getattr(kind, "config_class", None)
-    keys = _keys(config) | getattr(config, "elsewhere", {}) if config else {}
-    theirs = {k: f"config={{{key!r}: ...}}" for k, key in keys.items()} | theirs
+    theirs = _words(kind, "config={{{!r}: ...}}")
     if said := ", ".join(f"{k} is {theirs[k]}" for k in options if k in theirs):
         raise ValueError(f"{kind.__name__} takes {', '.join(known)}: {said} here.")
     for name in options:
@@ -167,6 +172,9 @@ def configuration(cls: type) -> type:
             init(self, **values)
         except pydantic.ValidationError as e:
             raise ValueError(_one_line(e, type(self))) from None
+        if len(values) == len(signature.parameters):  # as dataclasses.replace gives them
+            default = {k: p.default for k, p in signature.parameters.items()}
+            values = {k: v for k, v in values.items() if v != default[k]}
         _mark_given(self, _leaf_keys(values))
 
     def checked_set(self, name, value):
@@ -242,7 +250,8 @@ def _one_line(error: pydantic.ValidationError, cls: type) -> str:
     if kind.startswith("dataclass"):
         section = next((h for h in _flat(hint) if dataclasses.is_dataclass(h)), cls)
         fields = (f for f in dataclasses.fields(section) if f.default is not dataclasses.MISSING)
-        shown = ((f.name, value if isinstance(value, Real) else f.default) for f in fields)
+        usable = isinstance(value, Real) and value > 0
+        shown = ((f.name, value if usable else f.default) for f in fields)
         such = ", such as {{{}: {}}}".format(*next(shown, ("key", "value")))
         return f"{key or 'The configuration'} needs a mapping{such}, got {value!r}."
     return f"{key} must be {accepts(hint)}, got {value!r}."

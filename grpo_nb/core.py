@@ -11,6 +11,7 @@ __all__ = ['ONE_THREAD', 'Groups', 'GroupStats', 'group_stats', 'weighted_sum', 
 import contextlib
 import hashlib
 import threading
+import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, runtime_checkable
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from .config import check_call, check_number, unknown_name
 from .files import pack, unpack
-from .processes import _gather_results, place, share
+from .processes import _check_same, _gather_results, place, share
 
 # %% ../nbs/method/00_core.ipynb #1a4b8826
 @dataclass(frozen=True)
@@ -570,6 +571,9 @@ def sample_in_shares(
 
     if size == 1:
         return sample(generator)
+    told = [str(getattr(t, "prompt", "")) for t in tasks]
+    checksum = zlib.crc32("\n".join(told).encode(errors="replace"))
+    _check_same({"the batch (its size, a checksum of its prompts)": (len(tasks), checksum)})
     with _weights_at_hand(policy):
         if draws is None:
             common = torch.randint(2**62, (), generator=generator, device=device)

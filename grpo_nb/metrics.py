@@ -11,6 +11,7 @@ import functools
 import math
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -86,7 +87,12 @@ def _completion_metrics(rollout: Rollout) -> dict[str, float]:
     truncated_N = rollout.info.get("truncated")
     if truncated_N is not None:
         found |= _mean_min_max("terminated_length", length_N[~truncated_N])
-        found["completions/clipped_ratio"] = truncated_N.float().mean().item()
+        found["completions/clipped_ratio"] = share = truncated_N.float().mean().item()
+        if share == 1:
+            said = (
+                "No sample of a step ended by itself: raise policy.max_new_tokens, or ask for less."
+            )
+            warnings.warn(said, stacklevel=4)
     if "entropy" in rollout.info:
         total = (rollout.info["entropy"] * length_N).sum()
         found["entropy"] = (total / length_N.sum()).item()
@@ -189,7 +195,7 @@ def _tells_errors(f):
     "What breaks a step off is told to the callbacks; a pause and the end of the tasks break nothing."
 
     @functools.wraps(f)
-    def told(self, *args, **kwargs):
+    def step(self, *args, **kwargs):
         outer, self.in_step = not vars(self).get("in_step"), True
         try:
             return f(self, *args, **kwargs)
@@ -202,7 +208,7 @@ def _tells_errors(f):
         finally:
             self.in_step = not outer
 
-    return told
+    return step
 
 # %% ../nbs/method/02_metrics.ipynb #808a4486
 def check_callbacks(callbacks: Sequence) -> list:

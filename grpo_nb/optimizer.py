@@ -44,6 +44,16 @@ def learning_rate(
     floor = config.min_lr_ratio
     return config.lr * (floor + (1 - floor) * factor[config.schedule])
 
+
+def _set_rate(optimizer: torch.optim.Optimizer, lr: float, before: float) -> float:
+    "Give every parameter this rate; one that somebody else has set since `before` is told."
+    if other := {group["lr"] for group in optimizer.param_groups} - {before}:
+        said = f"The optimizer's lr={min(other):g} is not used: optimizer.lr and its schedule give {lr:g}."
+        warnings.warn(said, stacklevel=4)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
 # %% ../nbs/method/01_optimizer.ipynb #1670e955
 def make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Optimizer:
     "AdamW over the parameters of a policy; those that need no gradient are left alone."

@@ -14,9 +14,11 @@ import re
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +61,25 @@ def _with_peers():
 
 # %% ../nbs/ground/00_processes.ipynb #e71ae57d
 def gather(x: Any) -> list:  # of every process, by rank
-    "What everybody has; tensors must be on the CPU."
+    "What everybody has; tensors must be on the CPU. Processes that come here from unlike calls are all refused."
     size = place()[1]
     if size == 1:
         return [x]
     import torch.distributed as dist
 
+    stack = [f for f, _ in traceback.walk_stack(sys._getframe())]
+    ours = [f for f in stack if f.f_globals.get("__name__", "").startswith("grpo_nb")]
     found = [None] * size
     with _with_peers():
-        dist.all_gather_object(found, x)
-    return found
+        dist.all_gather_object(found, ([f.f_code.co_name for f in ours[::-1]], x))
+    calls, values = zip(*found)
+    for rank, names in enumerate(calls):
+        if odd := next((two for two in zip_longest(calls[0], names) if len({*two}) > 1), None):
+            raise PeerError(
+                f"Process 0 is in {odd[0]} and process {rank} in {odd[1]}: all processes call evaluate, save and fit, and whatever "
+                "else trains, together, so none of it stands under `if rank == 0`."
+            )
+    return [*values]
 
 
 def _gather_results(f: Callable[[], Any]) -> list:  # of every process, by rank
@@ -111,6 +122,7 @@ def _copy_first(tensors: list):
         return
     import torch.distributed as dist
 
+    gather(len(tensors))  # all are here
     with _with_peers():
         for x in tensors:
             dist.broadcast(x, 0)
@@ -205,7 +217,7 @@ def _check_same(what: dict[str, Any]) -> None:
             if first.get(key) != other.get(key):
                 raise ValueError(
                     f"{key} is {other.get(key)!r} on process {rank} and {first.get(key)!r} on process 0: give all processes the same "
-                    "recipe, data and versions."
+                    "recipe, data, versions, and functions that hold nothing of their process."
                 )
 
 

@@ -24,7 +24,7 @@ from .advantages import AdvantageConfig, compute_advantages, spread_to_tokens
 from .advantages import _as_trained, _check_keys, _warn_cancelled_scales, weights_by_name
 from .collector import GroupCollector
 from .config import Count, Natural, NonNegative, Positive, check_number, config_tree
-from .config import configuration, given_keys, one_of, override, _check_options
+from .config import configuration, given_keys, one_of, override, _check_options, _words
 from .core import Policy, Rollout, sample_in_shares, seeded
 from .evaluate import EvalConfig, Scores, _parts
 from .evaluate import evaluate as evaluate_policy
@@ -32,7 +32,7 @@ from .filter_groups import FilterGroupsConfig, _check_metrics, _warn_of_shaping
 from .losses import aggregate, kl_penalty
 from .metrics import Counters, History, _completion_metrics, merge_rows, peak_memory_mb
 from .metrics import EndOfTasks, Paused, check_callbacks, _method_at, _tells_errors
-from .optimizer import OptimizerConfig, learning_rate, make_optimizer
+from .optimizer import OptimizerConfig, learning_rate, make_optimizer, _set_rate
 from .processes import _as_held, _copy_first, gather, join_processes, place, say, whole
 from .ranking import _check_layouts
 from .reward_runner import RewardConfig, RewardRunner
@@ -78,8 +78,7 @@ class GRPO:
 
         # K epochs over these samples
         lr = learning_rate(config.optimizer, self.step_done, config.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self.rate = _set_rate(self.optimizer, lr, self.rate)
         how = _update_config(config.update, num_epochs, kl_threshold)
         shuffle = self.generators["minibatches"]
         with self.counters.timed("train_seconds"):
@@ -313,7 +312,8 @@ def _count_update(self: GRPO, report: UpdateReport):
     )
     self.policy_version += report.done > 0
     self.bad_steps = self.bad_steps + 1 if report.nonfinite and not report.done else 0
-    self.broken = not whole(torch.nn.utils.get_total_norm([*self.policy.parameters()])).isfinite()
+    norm = whole(torch.nn.utils.get_total_norm([*self.policy.parameters()]))
+    self.broken = not all(gather(bool(norm.isfinite())))
 
 # %% ../nbs/method/04_trainer.ipynb #fb00bded
 @patch
@@ -393,7 +393,8 @@ def __init__(
 ):
     _check_options(GRPO, unknown)
     join_processes()
-    self.config = c = _make_config(config, self.config_class)
+    self.config = config
+    c = self.config
     self.callbacks = check_callbacks(callbacks)
     if eval_tasks is None and "tasks.eval" in given_keys(c) and c.tasks.eval:
         eval_tasks, opened = c.tasks.eval, [*opened, "eval_tasks"]
@@ -401,9 +402,9 @@ def __init__(
     parts["reference"] = reference
     self.given = {k: v for k, v in parts.items() if k not in opened}  # objects of one's own
     self.policy = policy = _make_policy(policy, c)
-    self.rewards = _make_runner(rewards, c)
+    self.rewards = rewards
     self.stream = make_stream(tasks, c.tasks, c.train_batch_size, c.seed)
-    self.eval_tasks = _open_eval_tasks(eval_tasks, c)
+    self.eval_tasks = eval_tasks
     self.tasks_checked = False
     self._check_setup()
     _copy_first([p.data for p in policy.parameters()])  # random adapters are the same everywhere
@@ -415,6 +416,7 @@ def __init__(
     self.generators = {k: seeded(c.seed, k) for k in ("sampling", "minibatches")}
     self.collector = self._make_collector() if c.filter_groups.enable else None
 
+    self.rate = c.optimizer.lr  # of the last step
     self.step_done = 0
     self.policy_version = 0  # steps that changed the policy; ages of carried groups count these
     self.bad_steps = 0  # in a row, without a finite update
@@ -452,13 +454,25 @@ GRPO.elsewhere = {  # TRL's words
 
 
 def _say_our_word(self: GRPO, name: str):
-    if name in self.elsewhere or hasattr(vars(self).get("policy"), name):
-        ours = self.elsewhere.get(name, f"policy.{name}")
+    theirs = name not in self.elsewhere and hasattr(vars(self).get("policy"), name)
+    if ours := f"policy.{name}" if theirs else _words(GRPO).get(name):
         raise AttributeError(f"GRPO has no {name!r}: here it is {ours}.")
     return object.__getattribute__(self, name)  # the error as Python says it
 
 
-GRPO.__getattr__ = _say_our_word
+def _set_as_made(self: GRPO, name: str, value: Any):
+    if name in (makers := self.makers):  # also if it is set later
+        value = makers[name](value, vars(self).get("config"))
+    elif "default_callbacks" in vars(self):
+        try:
+            getattr(self, name)
+        except AttributeError as e:
+            if "here it is" in str(e):
+                warnings.warn(f"{e} Nothing reads what is set.", stacklevel=2)
+    object.__setattr__(self, name, value)
+
+
+GRPO.__getattr__, GRPO.__setattr__ = _say_our_word, _set_as_made
 
 # %% ../nbs/method/04_trainer.ipynb #36cd3de4
 def _make_runner(rewards: Any, config: TrainerConfig) -> RewardRunner:
@@ -470,8 +484,9 @@ def _make_runner(rewards: Any, config: TrainerConfig) -> RewardRunner:
     return RewardRunner(rewards, config=dataclasses.replace(how, seed=seed))
 
 
-def _make_config(config: Any, kind: type) -> TrainerConfig:
+def _make_config(config: Any, _) -> TrainerConfig:
     "A configuration from what was given."
+    kind = GRPO.config_class
     if isinstance(config, TrainerConfig):
         return config
     if config is not None and not isinstance(config, Mapping):
@@ -515,6 +530,9 @@ def _open_eval_tasks(tasks: Any, config: TrainerConfig) -> Any:
     if isinstance(tasks, Mapping):
         return {k: open_tasks(v, prompt) for k, v in tasks.items()}
     return None if tasks is None else open_tasks(tasks, prompt)
+
+
+GRPO.makers = {"config": _make_config, "rewards": _make_runner, "eval_tasks": _open_eval_tasks}
 
 # %% ../nbs/method/04_trainer.ipynb #3012dac5
 @patch
@@ -736,6 +754,7 @@ def load_state_dict(self: GRPO, state: Mapping[str, Any]):
     o = self.config.optimizer  # the configuration may have been changed since
     for group in self.optimizer.param_groups:
         group |= {"betas": tuple(o.betas), "weight_decay": o.weight_decay}
+        self.rate = group["lr"]
     for i, told in state.get("callbacks", {}).items():
         if int(i) < len(self.callbacks) and hasattr(self.callbacks[int(i)], "load_state_dict"):
             self.callbacks[int(i)].load_state_dict(told)

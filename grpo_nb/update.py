@@ -20,7 +20,7 @@ from .config import Count, NonNegative, Positive, build_config, configuration
 from .core import Groups, Policy, Rollout, minibatches, _weights_at_hand
 from .losses import CORRECTIONS, LossConfig, apply_mask, kl_penalty, minibatch_counts
 from .losses import policy_loss, report, _ratio_metrics, _sampling_metrics, sampling_ratio
-from .processes import _add_up, gather, place, whole
+from .processes import _add_up, _check_same, gather, place, whole
 
 # %% ../nbs/method/02_update.ipynb #69904b1b
 def update(
@@ -34,7 +34,7 @@ def update(
 ) -> "UpdateReport":
     "K epochs of clipped policy-gradient steps over one rollout (PPO, 1707.06347; GRPO, 2402.03300)."
     c = build_config(UpdateConfig, config)
-    _check(c, policy, rollout, advantages, reference, generator)
+    _check(c, policy, rollout, advantages, optimizer, reference, generator)
     rollout = _without_truncated(rollout) if c.mask_truncated else rollout
     batch, sampling = _columns(c, rollout, advantages, reference)
     out = UpdateReport(sampling=sampling, trained_NS=torch.zeros_like(rollout.mask_NS))
@@ -463,7 +463,7 @@ def _step(c, policy, optimizer, out, mask_NS, part):
     _drop_gradients(policy)
 
 # %% ../nbs/method/02_update.ipynb #42b8c66c
-def _check(c, policy, rollout, advantages, reference, generator):
+def _check(c, policy, rollout, advantages, optimizer, reference, generator):
     "Refuse data that does not fit together."
     n, s = rollout.mask_NS.shape
     if not n:
@@ -484,7 +484,14 @@ def _check(c, policy, rollout, advantages, reference, generator):
         )
     if generator is None and c.minibatch_size is not None and c.minibatch_size < n:
         raise ValueError("Several minibatches are shuffled: pass generator=torch.Generator().")
+    told = n, float(rollout.old_logp_NS.double().sum())
+    _check_same({"the rollout (its samples, and the sum of their log-probs)": told})
     _check_policy(c, policy)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in held for p in policy.parameters()):
+        raise ValueError(
+            "The optimizer holds no weight of the policy, so nothing would be trained: make it over policy.parameters()."
+        )
 
 # %% ../nbs/method/02_update.ipynb #c67dee92
 def _check_policy(c, policy):

@@ -19,20 +19,22 @@ from transformers import BertConfig, BertLMHeadModel, MiniMaxConfig, MiniMaxForC
 
 from grpo_nb.advantages import compute_advantages, gdpo, grpo, opo
 from grpo_nb.all import GRPO, DiffusionPolicy, GroupCollector, RewardRunner, TokenPolicy
-from grpo_nb.cli import _open_block
+from grpo_nb.cli import _open_block, _parse
 from grpo_nb.config import given_keys
 from grpo_nb.difficulty import PassRateEstimator
 from grpo_nb.evaluate import evaluate
 from grpo_nb.filter_groups import expected_gen_batches
 from grpo_nb.lab import recipe
+from grpo_nb.lab.plots import plot_run
 from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_rewards, open_stream
 from grpo_nb.list_parsing import ListParser
-from grpo_nb.losses import POLICY_LOSSES, policy_loss
+from grpo_nb.losses import POLICY_LOSSES, LossConfig, policy_loss
 from grpo_nb.policies.samplers import ddim_sampler, flow_sampler
 from grpo_nb.ranking import SafetyOracle, make_relevance_reward
 from grpo_nb.scheduler import TasksetScheduler
 from grpo_nb.selectors import BaseSelector
 from grpo_nb.tasks import Taskset, data_path
+from grpo_nb.update import update
 from grpo_nb.verifiers import exact_answer, length_target
 
 ROWS = [{"prompt": f"<bos>{i}+1=", "answer": str(i + 1)} for i in range(8)]
@@ -115,6 +117,10 @@ KEYS = [
     ("update.scheme", "progressive", {}, TOLD),
     ("update", {"scheme": "progressive", "num_epochs": 2}, {}, USED),
     ("advantage.missing", "zero_in_stats", {}, TOLD),
+    ("eval.every", 50, {"eval_tasks": ROWS}, TOLD),
+    ("optimizer.warmup", 50, {}, TOLD),
+    ("update.minibatch_size", 50, {}, TOLD),
+    ("update.sampling_cap", 2.0, {"policy": PATHS}, TOLD),
     ("advantage.eps", 0.1, {}, USED),
 ]
 
@@ -497,6 +503,9 @@ BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8,
         (lambda p: setattr(GRPOConfig(), "temperature", 1), "Here it is 'policy.temperature'"),
         (lambda p: load_config(None, ["optimiser.lr=1"]), "^Unknown key 'optimiser' in the configuration. Did you mean 'optimizer'"),
         (lambda p: load_config(None, ["update.loss.clip=2"]), r"needs a mapping, such as \{low: "),
+        (lambda p: LossConfig(clip=-0.1), r"needs a mapping, such as \{low: 0.2"),
+        (lambda p: plot_run(5), "A run is named by its folder, got 5"),
+        (lambda p: update(p, GRPO(p, ROWS, even, SMALL).collect(), torch.ones(4), torch.optim.SGD(PATHS.parameters())), "holds no weight of the policy"),
         (lambda p: load_config(None, ["policy.lora=true"]), r"must be a mapping \{key: value\} or null, got True"),
         (lambda p: load_config(None, ["temprature=1"]), "Did you mean 'policy.temperature'"),
         (lambda p: load_config(None, ["update.clip.low=1"]), "Did you mean 'update.loss.clip'"),
@@ -574,6 +583,31 @@ def test_mistakes_are_told_in_one_line_with_what_to_do(do, message, policy):
         do(policy)
         raise ValueError("nothing was refused") if "(?!" not in message else ValueError("fine")
     assert re.search(message, str(e.value)) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "do, message",
+    [
+        (lambda t: setattr(t, "learning_rate", 1.0), "here it is config.optimizer.lr"),
+        (lambda t: setattr(t, "temperature", 0.5), "here it is policy.temperature"),
+        (lambda t: setattr(t, "args", {}), "here it is config"),
+        (lambda t: t.optimizer.param_groups[0].update(lr=0.5), "optimizer's lr=0.5 is not used"),
+        (lambda t: setattr(t.policy, "stop", [-1]), "No sample of a step ended by itself"),
+        (lambda t: LossConfig(kl_coef=0.1, kl_kind="kl"), "this KL term pulls nowhere"),
+        (lambda t: _parse(["train", "steps=2", "seed=1", "steps=3"]), "steps is given twice: the last"),
+    ],
+)  # fmt: skip
+def test_what_comes_to_nothing_is_told(do, message, policy):
+    trainer = GRPO(copy.copy(policy), ROWS, even, SMALL)
+    with pytest.warns(UserWarning, match=message):
+        do(trainer)
+        trainer.step()
+
+
+def test_what_is_set_on_a_trainer_goes_through_the_door(policy):
+    trainer = GRPO(policy, ROWS, even, SMALL)
+    trainer.eval_tasks, trainer.rewards, trainer.note = ROWS[:3], RIGHT, 5
+    assert trainer.evaluate().n_tasks == 3 and trainer.rewards.components == ["right"]
 
 
 def test_adapters_made_in_several_threads_are_those_of_one_alone():

@@ -150,8 +150,18 @@ def train(name):
 
 
 def spoilt(kind):
-    "The second process stores wrong log-probs, has a gradient of NaN, or a reward that raises."
+    "The second process stores wrong log-probs, has a gradient or weight of NaN, a reward that raises, a batch or call of its own."
     trainer = make("spoilt", **{"rewards": {"fails": fails}} if kind == "reward" else {})
+    if kind == "weights":
+        value, weights = (1, torch.nan)[place()[0]], trainer.policy.logits.data
+        trainer.optimizer.register_step_post_hook(lambda *_: weights.mul_(value))
+        trainer.fit()
+    if kind == "tasks":
+        trainer.step(trainer.stream.tasks[place()[0] :])
+    if kind == "rollout":
+        trainer.step(trainer.collect()[place()[0] :])
+    if kind == "call" and place()[0]:
+        trainer.evaluate()
     if kind == "old" and place()[0]:
         own, off = trainer.policy.sample, lambda r: r.replace(old_logp_NS=r.old_logp_NS + 0.01)
         trainer.policy.sample = lambda *a, **k: off(own(*a, **k))
@@ -166,7 +176,7 @@ def fails(completion, **_):
     return 1 / (1 - place()[0])
 
 
-SPOILT = ("old", "gradient", "reward")
+SPOILT = ("old", "gradient", "reward", "weights", "tasks", "rollout", "call")
 
 
 def run_jobs(rank, jobs, folder):
@@ -244,6 +254,11 @@ def test_what_is_wrong_on_one_process_is_told_to_all(two_ranks):
         assert said.startswith("RatioMismatch") and "up to 0.01" in said
     one, two = two_ranks["reward"]
     assert one == two and one.startswith("RewardError: Reward 'fails', sample 8: ZeroDivisionError")
+    assert all("weights are not finite since step 1" in said for said in two_ranks["weights"])
+    assert all("the batch (its size, a checksum" in said for said in two_ranks["tasks"])
+    assert all("the rollout (its samples" in said for said in two_ranks["rollout"])
+    called = "PeerError: Process 0 is in step and process 1 in evaluate: all processes call"
+    assert all(said.startswith(called) for said in two_ranks["call"])
 
 
 def resumes(folder):

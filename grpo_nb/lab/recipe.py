@@ -387,6 +387,7 @@ _SOURCES = tuple(
     "application policy.model tasks.train tasks.tasksets tasks.eval rewards.functions".split()
 )
 _ESTIMATOR_OPTIONS = ("eps", "eps_batch", "ddof")
+_STEPS = ("eval.every", "checkpoint.every", "optimizer.warmup")
 
 
 def _at(tree: Any, key: str) -> Any:
@@ -422,26 +423,38 @@ def _tell(text: str) -> None:
 
 def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
     "Keys that were set and that nothing reads in this run, each with the reason."
-    c, mode, given = trainer.config, trainer.config.advantage.mode, given_keys(trainer.config)
+    c, given = trainer.config, given_keys(trainer.config)
+    now, default = config_tree(c), config_tree(type(c)())
+    changed = [k for k in given if _at(now, k) != _at(default, k)]
+    for pattern, idle, why in _idle_rules(trainer, now, given):
+        yield from ((key, why) for key in changed if idle and re.fullmatch(pattern, key))
+    if trainer.reference is not None and not (c.update.needs_reference or c.rewards.kl_in_reward):
+        yield "reference", "needs a KL term"
+
+
+def _idle_rules(trainer: GRPO, now: Mapping, given: Sequence[str]) -> list[tuple]:
+    "Pattern of keys, whether nothing reads them, and why."
+    c, mode = trainer.config, trainer.config.advantage.mode
     takes = inspect.signature(ADVANTAGES.resolve(mode)[1]).parameters
     unfiltered = not c.filter_groups.enable and "filter_groups.enable" not in given
-    now, default = config_tree(c), config_tree(type(c)())
-    given = [k for k in given if _at(now, k) != _at(default, k)]
-    alone, unrecorded = not trainer.rewards.pooled, not _at(now, "run.dir")
-    recorded = "(run.(wandb|tensorboard|name|if_exists|samples_every|samples_rows)|checkpoint.*)"
+    alone = not trainer.rewards.pooled
     judged, best = bool(trainer.eval_tasks), _at(now, "checkpoint.keep_best") and c.eval.every
     groups, u, stop, way = c.filter_groups, c.update, c.update.kl_stop, c.update.loss.aggregation
     scores = ["greedy"] * c.eval.greedy + ["reward", "sampled"] * bool(c.eval.samples)
     lost = best and not {*scores} & {*_at(now, "checkpoint.best").removeprefix("eval_").split("/")}
+    size = c.train_batch_size * c.num_generations
+    made, n = _at(now, "application"), getattr(trainer.stream, "max_steps", None) or c.steps
     once, capped = groups.action != "refill", groups.max_num_gen_batches > 0 or groups.adaptive_cap
-    rules = [
-        (recorded, unrecorded, "needs run.dir"),
+    return [
+        ("run.(?!dir|progress).*|checkpoint.*", not _at(now, "run.dir"), "needs run.dir"),
         ("eval.(every|samples|greedy|limit)", not judged, "needs held-out tasks"),
         ("checkpoint.(keep_best|best)", not (best and judged), "needs eval.every and keep_best"),
         ("checkpoint.(keep_best|best)", lost, f"best names none of {scores}"),
         ("filter_groups.(?!metric).*", unfiltered, "needs filter_groups.enable"),
         ("filter_groups.(on_cap|max_num.*|sizing|adapt.*|surplus)", once, "needs action=refill"),
         ("filter_groups.on_cap", not capped, "needs max_num_gen_batches or adaptive_cap"),
+        ("update.minibatch_size", (u.minibatch_size or 0) > size, f"of {size} samples"),
+        ("tasks.prompt", made and "tasks" not in trainer.given, f"{made} makes the tasks"),
         ("update.sampling_.*", getattr(trainer.policy, "engine", 1) is None, "needs an engine"),
         ("filter_groups.max_staleness", groups.surplus != "carry", "needs surplus=carry"),
         ("filter_groups.filter_rate_ema", groups.sizing != "adaptive", "needs sizing=adaptive"),
@@ -454,13 +467,10 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
         ("update.whole_groups", c.update.minibatch_size is None, "needs minibatch_size"),
         ("tasks.shuffle", c.tasks.selector, "the selector decides"),
         ("optimizer.min_lr_ratio", c.optimizer.schedule == "constant", "the rate does not decay"),
-        ("rewards.run.(timeout_s|memory_mb|chunk_size|keep_env|start.*)", alone, "needs workers"),
+        ("rewards.run.(timeout_s|memory_mb|chunk.*|keep.*|start.*)", alone, "needs workers"),
         *((f"advantage.{k}", k not in takes, f"{mode!r} has none") for k in _ESTIMATOR_OPTIONS),
+        *((k, (_at(now, k) or 0) > min(n, c.steps), "the run ends before") for k in _STEPS),
     ]
-    for pattern, idle, why in rules:
-        yield from ((key, why) for key in given if idle and re.fullmatch(pattern, key))
-    if trainer.reference is not None and not (c.update.needs_reference or c.rewards.kl_in_reward):
-        yield "reference", "needs a KL term"
 
 
 GRPO.add_default_callback(_refuse_dead_keys)

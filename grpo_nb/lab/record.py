@@ -148,6 +148,8 @@ def _write_tree(path: Path, tree: Mapping) -> None:
 @patch(cls_method=True)
 def open(cls: Run, dir: str | Path) -> Run:
     "A run that exists; nothing is locked or written before something is logged to it."
+    if not isinstance(dir, (str, Path)):
+        raise ValueError(f"A run is named by its folder, got {dir!r:.60}.")
     dir = Path(dir).expanduser()
     if not _is_run(dir):
         if theirs := next((run for read in cls.readers if (run := read(dir))), None):
@@ -199,7 +201,7 @@ def samples(self: Run):
 # %% ../../nbs/lab/01_record.ipynb #e98d62b9
 def _frame_of(run: Any):
     "The metrics of a trainer or Run, of the directory of one, or the frame that was given."
-    run = Run.open(run) if isinstance(run, (str, Path)) else run
+    run = run if hasattr(run, "frame") or hasattr(run, "columns") else Run.open(run)
     return run.frame() if callable(getattr(run, "frame", None)) else run
 
 # %% ../../nbs/lab/01_record.ipynb #ab71eb5d

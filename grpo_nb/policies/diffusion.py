@@ -66,7 +66,7 @@ _TRAJECTORY_LIMIT = 1000  # largest D * S for which one ratio per trajectory is 
 class DiffusionPolicy:
     "A denoiser and a sampler as a policy over denoising steps."
 
-    info_columns = ()  # of its rollouts
+    info_columns, engine = (), None  # of its rollouts; a server that samples
 
     def __init__(
         self,
