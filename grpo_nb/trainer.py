@@ -282,12 +282,9 @@ def _with_kl(self: GRPO, rollout: Rollout) -> tuple[Tensor, Sequence[str], Advan
 # %% ../nbs/method/04_trainer.ipynb #7babcf89
 def _update_config(config: UpdateConfig, num_epochs: int | None, kl_threshold: float | None):
     "The configuration of one update, with what `step` was told instead."
-    if num_epochs is not None:
-        config = dataclasses.replace(config, num_epochs=num_epochs)
-    if kl_threshold is not None:
-        stop = dataclasses.replace(config.kl_stop, target=kl_threshold, factor=1.0)
-        config = dataclasses.replace(config, kl_stop=stop)
-    return config
+    told = {} if num_epochs is None else {"num_epochs": num_epochs}
+    told |= {} if kl_threshold is None else {"kl_stop": {"target": kl_threshold, "factor": 1.0}}
+    return override(config, told) if told else config
 
 # %% ../nbs/method/04_trainer.ipynb #6a35a99c
 class _LastStep(NamedTuple):
@@ -703,8 +700,7 @@ def evaluate(
     k: Sequence[int] = (),  # pass@k for these k
 ) -> Scores:
     "Scores on held-out tasks, see `evaluate`; the same seed every time."
-    c = self.config
-    how = c.eval
+    c, how = self.config, self.config.eval
     if samples is not None:
         samples = check_number("evaluate(samples)", samples, 0, whole=True)
         how = dataclasses.replace(how, samples=samples)
