@@ -9,6 +9,7 @@ from grpo_nb.all import GRPO, REWARDS, Steps, load_config
 from grpo_nb.config import override
 from grpo_nb.files import HIDDEN, _refuse_hidden, hide_secrets, leaves
 from grpo_nb.lab.compare import FailedRun, compare
+from grpo_nb.lab.runs import Spec
 
 KEY, WORD = "sk-test-0123456789abcdefghij", "open sesame"
 
@@ -167,3 +168,6 @@ def test_compare_trains_with_the_secret_and_stores_none(tmp_path, seen):
         compare({"a": {}}, base, seeds=[1], budget=Steps(1), dir=tmp_path / "b", evaluate=evaluate)
     no_secret_in(tmp_path)
     assert KEY not in json.dumps(study.spec) and KEY not in json.dumps(study.runs)
+    word = lambda w: override(base, {"rewards.functions.judge.secret_word": w})
+    one, two = (Spec(arms, word(w), [0], Steps(1)).tree() for w in ("word-1", "word-2"))
+    assert one != two and "word-1" not in json.dumps(one)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config import one_of
 from .settings import Reading, Settings, _batch_text, _length_keys
-from .settings import _minibatch_keys, _settings_tree
+from .settings import _minibatch_keys, _optimizer_keys, _settings_tree
 
 from ..lab.frames import flat_keys
 
@@ -55,10 +55,10 @@ def config_from_trinity(
     if (steps := s.take("buffer.total_steps", "steps")) is not None:
         ours["steps"] = steps
     else:
-        _length_keys(ours, s.take("buffer.total_epochs", "tasks.epochs", 1.0), num_tasks, notes)
-    ours |= (
-        _trinity_optimizer(s) | _trinity_loss(s) | _trinity_operators(s, notes) | _trinity_tasks(s)
-    )
+        epochs = s.take("buffer.total_epochs", "tasks.epochs", 1.0)
+        steps = _length_keys(ours, epochs, num_tasks, notes)
+    ours |= _trinity_optimizer(s, steps) | _trinity_loss(s)
+    ours |= _trinity_operators(s, notes) | _trinity_tasks(s)
     ours |= {"advantage.mode": "grpo", "advantage.eps": 1e-6}
     ours |= {k: v for k, v in _trinity_rest(s).items() if v is not None}
     lag = s.given.get("synchronizer.sync_interval")
@@ -94,19 +94,13 @@ def _under(s: Settings, prefix: str) -> dict[str, Any]:
     return tree
 
 # %% ../../nbs/integrations/05_from_trinity.ipynb #f2385411
-def _trinity_optimizer(s: Settings) -> dict[str, Any]:
-    verl = "trainer.trainer_config.actor_rollout_ref.actor"
-    lr = s.take("algorithm.optimizer.lr", "optimizer.lr", 1e-6)
-    return {
-        "optimizer.lr": s.take(f"{verl}.optim.lr", "optimizer.lr", lr),  # the inner one wins
-        "optimizer.warmup": max(
-            s.take("algorithm.optimizer.lr_warmup_steps", "optimizer.warmup", 0), 0
-        ),
-        "optimizer.weight_decay": s.take(
-            "algorithm.optimizer.weight_decay", "optimizer.weight_decay", 0.01
-        ),
-        "update.max_grad_norm": s.take("trainer.grad_clip", "update.max_grad_norm", 1.0),
-    }
+_OPTIM = "algorithm.optimizer"
+
+
+def _trinity_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
+    ours = _optimizer_keys(s, _OPTIM, "trainer.grad_clip", steps)
+    inner = "trainer.trainer_config.actor_rollout_ref.actor.optim.lr"
+    return ours | {"optimizer.lr": s.take(inner, "optimizer.lr", ours["optimizer.lr"])}  # it wins
 
 # %% ../../nbs/integrations/05_from_trinity.ipynb #8a053246
 def _trinity_loss(s: Settings) -> dict[str, Any]:

@@ -13,7 +13,13 @@ from typing import Any
 
 from ..config import one_of
 from ..losses import POLICY_LOSSES
-from .settings import Reading, Settings, SCHEDULES, _batch_text, _length_keys
+from grpo_nb.integrations.settings import (
+    Reading,
+    Settings,
+    _batch_text,
+    _length_keys,
+    _optimizer_keys,
+)
 from .settings import _minibatch_keys, only, _settings_tree
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #d2f0e11d
@@ -57,7 +63,8 @@ def config_from_verl(
         steps = _length_keys(
             ours, s.take("trainer.total_epochs", "tasks.epochs", 30.0), num_tasks, notes
         )
-    ours |= _verl_data(s) | _verl_optimizer(s, steps) | _verl_loss(s) | _verl_policy(s)
+    ours |= _optimizer_keys(s, f"{_ACTOR}.optim", f"{_ACTOR}.grad_clip", steps)
+    ours |= _verl_data(s) | _verl_loss(s) | _verl_policy(s)
     ours |= _verl_filter(s, notes) | _verl_advantage(s) | _verl_kl_in_reward(s) | _verl_overlong(s)
     batch = _batch_text(ours["train_batch_size"], ours["num_generations"], updates)
     return s.reading(ours, _VERL_REASONS, batch, notes)
@@ -104,34 +111,6 @@ def _verl_data(s: Settings) -> dict[str, Any]:
         ours["tasks.eval"] = _named_files(held)
     return {k: v for k, v in ours.items() if v is not None}
 
-# %% ../../nbs/integrations/05_from_verl.ipynb #73dffddc
-def _verl_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
-    at = f"{_ACTOR}.optim"
-    warmup = s.take(f"{at}.lr_warmup_steps", "optimizer.warmup", -1)
-    if warmup < 0:
-        share = s.take(f"{at}.lr_warmup_steps_ratio", "optimizer.warmup", 0.0)
-        warmup = round(share * steps) if share and steps else 0
-        if share and not steps:
-            s.taken.pop(f"{at}.lr_warmup_steps_ratio")
-            s.leave(
-                "a share of the whole run: the number of steps is not known before the data are",
-                f"{at}.lr_warmup_steps_ratio",
-            )
-    schedule = s.take(
-        f"{at}.lr_scheduler_type",
-        "optimizer.schedule",
-        s.take(f"{at}.warmup_style", "optimizer.schedule", "constant"),
-    )
-    return {
-        "optimizer.lr": s.take(f"{at}.lr", "optimizer.lr", 1e-6),
-        "optimizer.weight_decay": s.take(f"{at}.weight_decay", "optimizer.weight_decay", 0.01),
-        "optimizer.betas": s.take(f"{at}.betas", "optimizer.betas", [0.9, 0.999]),
-        "optimizer.warmup": int(warmup),
-        "optimizer.schedule": one_of("lr_scheduler_type", schedule, SCHEDULES),
-        "optimizer.min_lr_ratio": s.take(f"{at}.min_lr_ratio", "optimizer.min_lr_ratio", 0.0),
-        "update.max_grad_norm": s.take(f"{_ACTOR}.grad_clip", "update.max_grad_norm", 1.0),
-    }
-
 # %% ../../nbs/integrations/05_from_verl.ipynb #71fe315f
 def _verl_loss(s: Settings) -> dict[str, Any]:
     "Policy loss, clip, aggregation and the KL of the loss."
@@ -149,8 +128,9 @@ def _verl_loss(s: Settings) -> dict[str, Any]:
         mode, mode.replace("-", "_")
     )
     if mode == "seq-mean-token-sum-norm":
+        longest = s.take("data.max_response_length", "policy.max_new_tokens", 512)
         ours["update.loss.max_length"] = s.take(
-            "data.max_response_length", "policy.max_new_tokens", 512
+            f"{_ACTOR}.loss_scale_factor", "update.loss.max_length", longest
         )
     ours["update.loss.entropy_coef"] = s.take(
         f"{_ACTOR}.entropy_coeff", "update.loss.entropy_coef", 0.0
@@ -283,4 +263,8 @@ def _verl_advantage(s: Settings) -> dict[str, Any]:
     ours = _VERL_ESTIMATORS[mode]
     if ours == "grpo" and not s.take("algorithm.norm_adv_by_std_in_grpo", "advantage.mode", True):
         ours = "dr_grpo"
-    return {"advantage.mode": ours, "advantage.eps": 1e-6}
+    keys, at = ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"), "advantage.weights"
+    weights = dict.fromkeys(s.take(keys[0], at, []) if ours == "gdpo_verl" else (), 1.0)
+    if weights:
+        weights = {at: dict(zip(weights, s.take(keys[1], at, [*weights.values()]), strict=True))}
+    return {"advantage.mode": ours, "advantage.eps": 1e-6} | weights

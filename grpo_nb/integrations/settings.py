@@ -11,6 +11,7 @@ import difflib
 import math
 import re
 import shlex
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,6 +170,29 @@ SCHEDULES = {
 }
 
 
+def _optimizer_keys(s: Settings, at: str, clip: str, steps: int | None) -> dict[str, Any]:
+    "The optimizer as verl and Trinity write it, under `at`; `clip` is their key of the gradient's norm."
+    warmup, key = s.take(f"{at}.lr_warmup_steps", "optimizer.warmup", -1), "optimizer.schedule"
+    share_key = f"{at}.lr_warmup_steps_ratio"
+    if warmup < 0:
+        share = s.take(share_key, "optimizer.warmup", 0.0)
+        warmup = round(share * steps) if share and steps else 0
+        if share and not steps:
+            s.taken.pop(share_key)
+            s.leave(
+                "a share of the whole run: its steps are not known before the data are", share_key
+            )
+    schedule = s.take(f"{at}.lr_scheduler_type", key, s.take(f"{at}.warmup_style", key, "constant"))
+    kinds = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "min_lr_ratio": 0.0}
+    return {
+        f"optimizer.{k}": s.take(f"{at}.{k}", f"optimizer.{k}", v) for k, v in kinds.items()
+    } | {
+        "optimizer.warmup": int(warmup),
+        key: SCHEDULES[one_of("lr_scheduler_type", schedule, SCHEDULES)],
+        "update.max_grad_norm": s.take(clip, "update.max_grad_norm", 1.0),
+    }
+
+
 def only(value: Any) -> Any:
     "The one entry of a list of one."
     return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
@@ -224,19 +248,26 @@ def _command_line(script: str) -> list[str]:
     lines = script.replace("\\\n", " ").splitlines()
     known: dict[str, str] = {}
     words: list[str] = []
+    depth = 0  # of branches
     for line in lines:
+        depth += bool(re.match(r"\s*(if|case)\b", line))
         line = re.sub(r"^\s*\w+=\((?!\()(.*?)\)?\s*$", r"\1", line)  # an array
         for word in shlex.split(line, comments=True):
             word = _filled(word, known)
             if re.match(r"\w+=", word) and not words:
                 key, _, known_value = word.partition("=")
                 known[key] = known_value
+                if depth:
+                    warnings.warn(
+                        f"The script may set {key}: {known_value!r} is taken.", stacklevel=2
+                    )
             elif re.match(r"\+*[\w.]+\.[\w.]+=", word):
                 if re.search(r"\$\(|`", word):
                     raise ValueError(
                         f"The script computes {word.partition('=')[0]}: put its value in."
                     )
                 words.append(word)
+        depth -= bool(re.search(r"\b(fi|esac)\s*;?$", line))
     return words
 
 # %% ../../nbs/integrations/04_settings.ipynb #9e640e68

@@ -591,7 +591,11 @@ def tree(self: Spec) -> dict:
         "lower_is_better": self.lower_is_better,
         "functions": self.sources(self.variants | {"what is tuned": self.tune}),
     }
-    return json.loads(json.dumps(hide_secrets(plain(tree))))
+    shown, given = hide_secrets(tree := plain(tree)), leaves({**tree, "functions": 0})
+    seen = dict(leaves(shown))  # of what is hidden a checksum says whether it has changed
+    hidden = {f"<hidden> {k}": _digest(v)[:8] for k, v in given if v != seen.get(k)}
+    shown["functions"] |= hidden
+    return json.loads(json.dumps(shown))
 
 # %% ../../nbs/lab/06_runs.ipynb #4e597bc8
 def plan_runs(spec: Spec, chosen: Mapping[str, Mapping] | None = None) -> list[Job]:
