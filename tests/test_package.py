@@ -76,9 +76,7 @@ for name in sys.argv[1:]:
 
 
 def test_the_package_is_the_command():
-    line = (
-        f"{sys.executable} -m grpo_nb config steps=3 | grep -m 1 steps:"  # and the pipe is closed
-    )
+    line = f"{sys.executable} -m grpo_nb config steps=3 | grep -m 1 steps:"  # the pipe is closed
     p = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert p.stderr == "" and p.stdout.startswith("steps: 3  #")
 

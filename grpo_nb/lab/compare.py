@@ -77,24 +77,24 @@ def _carry_out(jobs: Sequence[Job], executor: Executor | None) -> Iterator[dict]
     if executor is None or not jobs:
         yield from map(run_job, jobs)
         return
-    running, over = [], threading.Event()
+    futures, over = {job.key: executor.submit(run_job, job) for job in jobs}, threading.Event()
 
-    def carry_out(job: Job) -> dict:  # one that was lost with its worker again
+    def wait_for(job: Job) -> dict:  # one that was lost with its worker runs again
         for left in (2, 1, 0):
-            running.append(future := executor.submit(run_job, job))
             try:
-                return future.result()
+                return futures[job.key].result()
             except Exception as e:
                 if not left or over.is_set() or isinstance(e, ValueError):
                     raise
+                futures[job.key] = executor.submit(run_job, job)
 
     waiting = ThreadPoolExecutor(len(jobs))
     try:
-        for result in as_completed([waiting.submit(carry_out, job) for job in jobs]):
+        for result in as_completed([waiting.submit(wait_for, job) for job in jobs]):
             yield result.result()
     except BaseException:  # an error ends the other runs, too
         over.set()
-        for future in running:
+        for future in futures.values():
             future.cancel()
         if isinstance(executor, Workers):
             executor.shutdown(kill=True)
