@@ -525,6 +525,11 @@ class LossConfig:
         told = {"logp_NS": 0 * x, "old_logp_NS": -x}
         return bool(_policy_term(self, x, advantage_N, x > 0, **told)[1].any())
 
+    @property
+    def by_item(self) -> bool:
+        "Whether the item that each step belongs to is needed."
+        return self.level == "item" or AGGREGATIONS[self.aggregation] is AGGREGATIONS["item"]
+
     def bounds(self) -> dict[str, float]:
         "The bounds of the ratio that are in force, for the log: what was left at its default included."
         a = self.arguments()

@@ -134,7 +134,7 @@ class History(Sequence):
         file: str | Path | None = None,  # JSON lines, one per step, also of those to come
         window: int = 1000,  # rows kept in memory
     ):
-        rows = read_jsonl(file)[0] if file is not None else []
+        rows = _stored_rows(file) if file is not None else []
         self.file, self.size = file, len(rows)
         self.recent = deque(rows, None if file is None else window)
 
@@ -148,7 +148,7 @@ class History(Sequence):
 
     def __iter__(self):
         if older := self.size - len(self.recent):
-            yield from read_jsonl(self.file)[0][:older]
+            yield from _stored_rows(self.file)[:older]
         yield from self.recent
 
     def __getitem__(self, place: int | slice):
@@ -156,6 +156,12 @@ class History(Sequence):
             return list(self)[place]
         back = range(self.size)[place] - self.size  # -1 is the last row
         return (self.recent if -back <= len(self.recent) else list(self))[back]
+
+
+def _stored_rows(file: str | Path) -> list[dict]:
+    "As they were: a file holds null where a number is not finite."
+    numbers = lambda row: {k: math.nan if v is None else v for k, v in row.items()}
+    return list(map(numbers, read_jsonl(file)[0]))
 
 # %% ../nbs/method/02_metrics.ipynb #daa85111
 HOOKS = {  # moment: what a callback is told besides the trainer

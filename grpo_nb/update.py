@@ -477,6 +477,11 @@ def _check(c, policy, rollout, advantages, optimizer, reference, generator):
         raise ValueError("Greedy samples have no log-prob to compare: sample(..., greedy=False).")
     if not torch.isfinite(advantages).all():
         raise ValueError(f"{int((~torch.isfinite(advantages)).sum())} advantages are not finite.")
+    if c.loss.by_item and "item" not in rollout.states:
+        raise ValueError(
+            f"A loss by items needs states['item'], the rank of each token, which {type(policy).__name__} does not give: choose "
+            "another loss.level or loss.aggregation."
+        )
     if reference is None and c.needs_reference:
         raise ValueError(
             "A KL term (loss.kl_coef), scheme='reference' and kl_stop.target_ref need the reference policy: pass reference=..., "
