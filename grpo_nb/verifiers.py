@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from numbers import Real
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -52,12 +53,12 @@ def _after_marker(text: str, marker: str) -> str | None:
     return tail.split("\n", 1)[0].strip() if found else None
 
 
-_THOUGHT = re.compile(r"<(/?)(?:think(?:ing)?|thoughts?|reasoning)>")
+_THOUGHT = r"(?i)[<\[◁]\|?(/|end_of_)?(?:begin_of_|\w+:)?(?:think(?:ing)?|thoughts?|reasoning|analysis|scratchpad)\|?[>\]▷]"  # also [THINK], ◁think▷ and <|begin_of_thought|>
 
 
 def _said(text: str, asked: str = "") -> str:
     "What stands behind the thoughts, if these are not asked for; nothing if the last one is not closed."
-    marks = [*_THOUGHT.finditer(text)]
+    marks = [*re.finditer(_THOUGHT, text)]
     if not marks or re.search("think|thought|reason", asked):
         return text
     return text[marks[-1].end() :] if marks[-1][1] else ""
@@ -102,11 +103,9 @@ meter meters metre metres m; inch inches; ft foot feet; yd yard yards; mi mile m
 lb lbs pound pounds; oz ounce ounces; ml; liter liters litre litres L; ms; sec second seconds s; min mins minute minutes
 hr hour hours h; unit units; day days; week weeks; month months; year years; km/h kmh; m/s; mph"""
 _UNIT = {name: unit.split()[0] for unit in re.split("[;\n]", _UNITS) for name in unit.split()}
-_MULTIPLE = "(?:hundred|thousand|million|billion|trillion|dozen)s?"
-_COUNTED = re.compile(  # apples, but no word that multiplies, divides or doubts
-    rf"(?!{_MULTIPLE}$|ones$|tens$|halves$|thirds$|quarters$|\w*times$|always$|perhaps$|\w*ths$)[a-z]{{2,}}[a-rtv-z]s"
-    "|people|children|men|women"
-)
+_TIMES = dict(dozen=12, hundred=100, thousand=10**3, million=10**6, billion=10**9, trillion=10**12)
+_NO_NOUN = r"(?!ones$|tens$|halves$|thirds$|quarters$|\w*times$|always$|perhaps$|\w*ths$)"
+_COUNTED = _NO_NOUN + "[a-z]{2,}[a-rtv-z]s|people|children|men|women"  # apples
 _NUMBER = re.compile(
     r"(?P<sign>[-+]?) ?(?:(?P<money>[$€£¥₹]) ?)?(?P<minus>[-+]?)(?:"
     r"(?P<digits>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?: [0-9]{3}){2,}|[0-9]*)(?P<decimals>\.[0-9]+)?"
@@ -120,15 +119,19 @@ def _quantity(text: str) -> tuple[Fraction, str] | None:
     "The value of a decimal, fraction or mixed number, and its unit, which may be empty; None = no plain number."
     text = re.sub(r"\\(?:text|mathrm)\s?\{([^{}]*)\}|\\[,; \\]|(?<=[^~])~(?!~)", r" \1", text)
     command, text = "\\" in text, " ".join(text.replace("\\", "").replace("{,}", ",").split())
-    match = _NUMBER.fullmatch(text) if len(text.replace(" ", "")) <= 100 else None
+    if len(text.replace(" ", "")) > 100:
+        return None
+    scaled = re.fullmatch(rf"(.*[0-9]) ?({'|'.join(_TIMES)})s?\b(.*)", text)
+    match = _NUMBER.fullmatch(scaled[1] + scaled[3] if scaled else text)
     if match is None or match["sign"] and match["minus"]:
         return None
     units = [match["money"], _UNIT.get(match["unit"], match["unit"])]
     value = None if match["exponent"] and not match["unit"] else _plain_value(match)
-    known = units[1] in ("", *_UNIT.values()) or not command and _COUNTED.fullmatch(units[1])
+    known = units[1] in ("", *_UNIT.values()) or not command and re.fullmatch(_COUNTED, units[1])
     if value is None or all(units) or not known:
         return None
     unit = (units[0] or units[1]) + match["exponent"].strip("^{}").translate({178: "2", 179: "3"})
+    value *= _TIMES[scaled[2]] if scaled else 1
     return (-value if "-" in (match["sign"], match["minus"]) else value), unit
 
 
@@ -160,78 +163,91 @@ def _without_unit(text: str) -> tuple[str, str]:
     return formula, unit + (match[3] or {None: "", "cubic": "3"}.get(match[1], "2"))
 
 # %% ../nbs/method/02_verifiers.ipynb #d4c50426
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-_WRAPPED = re.compile(
-    r"(\$\$?|\*\*?|__|`)(?P<a>.+)\1\.?|\\\((?P<b>(?:(?!\\\)).)+)\\\)\.?|\\\[(?P<c>(?:(?!\\\]).)+)\\\]\.?"
-    r"|\\(?:text|math(?:rm|bf|it)|mbox|underline) ?\{(?P<d>(?:[^{}]|\{[^{}]*\})*)\}\.?",
-    re.DOTALL,
-)
+_BOX = r"\\(?:boxed|fbox)(?![A-Za-z])\s*"
+_WRAPPED = r"(?s)(\$|\*\*?|__|`)(.+)\1\.?|\\(?:text|math(?:rm|bf|it)|bold(?:symbol)?|mbox|underline) ?\{((?:[^{}]|\{[^{}]*\})*)\}\.?"
 _PLAIN = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)} | {0x2212: "-", 0x3000: " ", 0x2013: "-"}
+_PLAIN |= {0x3002: "."} | {c + i: str(i) for c in (0x660, 0x6F0, 0x966) for i in range(10)}
 _PART = re.compile("(^|[-+0-9$€£¥₹] ?)([¼-¾⅐-⅞])")  # as in 3½, not as in x^½
 _BEHIND = re.compile(  # any unit but $, which would close a formula
-    r"(?:\$|\\[)\]])?(?:[\s~]|\\[,;: ])*(?:\\(?:text|mathrm|mbox)\s?\{\s*)?"
-    rf"\\?((?:{_MULTIPLE}|{'|'.join(map(re.escape, [*_UNIT][1:]))})(?![A-Za-z])(?:\^\{{?[23]\}}?|[²³])?)"
+    r"\$?(?:[\s~]|\\[,;: ])*(?:\\(?:text|mathrm|mbox)\s?\{\s*)?"
+    rf"\\?((?:(?:{'|'.join(_TIMES)})s?|{'|'.join(map(re.escape, [*_UNIT][1:]))})(?![A-Za-z])(?:\^\{{?[23]\}}?|[²³])?)"
 )
-
-
-_TEX = r"\\(?:cdot|times|div|pm|mp|sqrt)(?![A-Za-z])"
-_PART_OF = re.compile(  # what makes an answer part of a formula, or takes it back: 2\boxed{5}, not \boxed{5}
-    rf"(?:(?:[0-9)}}\]]|(?<![A-Za-z])[a-z] ?)[-+]|[0-9/^]|{_TEX} ?|(?:[_^]|\\sqrt|frac ?(?:\{{[^{{}}]*\}})?)\{{"
-    r"|(?:\b(?:not|minus|negative)|n['’]t)\s*\$?)\Z"
+_WRITTEN_AND = r"\\(?:text|mathrm|mbox) ?\{[ ,]*(?:and|or)[ ,]*\}"
+_BEGINS = re.compile(  # all that a formula, or a word, may have before its answer: not 2\boxed{5}
+    r"(?:^\{?|(?<!\\not)[=&]|[-=]>|\w\w>|(?<![0-9}]):|[.,;!?][*)]*|[^\x00-\x7f]|\\\\|\\\$|\\\w*(?:box|text|math|bold)\w* ?\{"
+    r"|\\(?:approx|sim|simeq|equiv|implies|iff|therefore|to|in|[A-Za-z]*arrow)\s?|\\(?:text|mathrm|mbox|begin)\{[^{}]*\}:?)[-+]?\Z"
 )
-_GOES_ON = re.compile(  # \boxed{3}.14, \boxed{5}^2
-    r"(?:\$\$?|\\[)\]])?(?:[-+/][\w\\({$]|\^(?!\{?\\(?:circ|text))|[.,]?[0-9]|[a-z](?![A-Za-z])|\}\{"
-    rf"|{_TEX}|\\pi(?![a-z])|\\[dt]?frac)"
+_ENDS = re.compile(  # and behind it: not \boxed{3}.14, \boxed{5}^2
+    rf"\s*[.,;]*(?:\$|\Z|[=&*]|:(?!\d)|</?[a-z|]{{2}}|\}}(?!\{{)|\\\\|\^\{{?\\(?:circ|text)|\\[%$AA]|\[\\|(?!{_WRITTEN_AND})"
+    r"\\(?:text|mathrm|mbox|pmod|end|tag|implies|iff|approx|equiv|right|[A-Za-z]*arrow)|[^\x00-\x7f]"
+    r"|\{~?[A-Za-z]+\}|\{?(?![a-z]?[xyz])(?:[A-Za-z]{2}|[A-Z]))"
+)
+_DOUBTED = re.compile(  # before an answer: not 5, twice 5, a question
+    r"(?:[.!?;:\n]\W*(?:Is|Are|Was|Were|Does|Did|Could|Should|Would|What(?:['’]?s| is)|Why)\b[^.!?;\n]*"
+    r"|(?:(?i:\b(?:not|minus|negative|twice|thrice|half|times|plus|maybe|perhaps|possibly|up to"
+    r"|(?:half|square|root|cube|multiple|factor|divisor)s? of))|n['’]t|[0-9$] to|[Ee]ither [^.;\n]* or"
+    r"|box(?:ed)? ?\{[^{}]*\}\$?\s*(?:[:<>x]|to|\\[lg]eq?))\s*[$*]*)\Z"
+)
+_TAKEN_BACK = re.compile(  # behind one: 5, no; 5 or 6; 5?
+    r"(?i)[$*)\s.,;:!]{0,9}(?:\?|(?:(?:is|was) )?(?:wrong|incorrect|false|impossible|too (?:small|large|big|high|low))\b"
+    r"|(?:is|was|can) ?(?:not|n['’]t)\b|no\b(?! \w)|no wait\b|wait\b|actually\b|oops|sorry|hmm)"
+    r"|[$*,\s]{0,9}(?:(?:or|and|plus|minus|times|to)\s+[$\\(]*-?\d|squared|cubed|factorial)|\$?,\s*\$-?\d|\s*:\s*\d"
 )
 
 
 def _with_neighbours(before: str, answer: str, after: str, trusted: bool = False) -> str:
-    "An answer with the minus before and the unit or multiple behind its box or dollars; empty if it is part of a formula and not `trusted`."
+    "An answer with the minus before and the unit or multiple behind its box or dollars; empty if it is part of a formula or taken back, and not `trusted`."
     behind = re.search(r"\d\}?$", answer) and _BEHIND.match(after)
-    if len(re.findall(r"(?<!\\)\$\$?|\\[(\[\])]", before)) % 2:  # where spaces say nothing
-        before, after = (
-            re.sub(r"(?<![A-Za-z])[ ~]|\\[,;:! ]", "", x) for x in (before[-99:], after[:99])
-        )
-    part = _PART_OF.search(before[-99:]) or not behind and _GOES_ON.match(after)
-    if part and not trusted:
+    start = before.rfind("$") + 1 if len(re.findall(r"(?<!\\)\$", before)) % 2 else 0
+    formula, outside = before[start:], before
+    if start and not re.search(r"(?<![\\A-Za-z])[A-Za-z]{2,} |\n\n", formula):  # no price
+        outside = before[: start - 1]
+        tight = lambda x: re.sub(r"(?<![A-Za-z])[\s~]|\\[,;:! ]|\\q?quad(?![a-z])", "", x)
+        formula, tail = tight(formula[-99:]), tight(after[:99])
+        after = after.partition("$")[2]
+    else:
+        formula = re.search(r"\S*\Z", before[-99:])[0].lstrip("$({[*_`\"'")
+        tail = re.match(r"\S*", after[:99])[0].lstrip(")]*`\"'?!")
+    part = not _BEGINS.search(formula) or not behind and not _ENDS.match(tail)
+    doubted = _DOUBTED.search("\n" + outside[-299:]) or _TAKEN_BACK.match(after)
+    if (part or doubted) and not trusted or not answer:
         return ""
-    if re.search(r"(?:^|[^A-Za-z-]|\\[A-Za-z]+)-$", before[-99:]):
+    if re.search(r"(?:^|[^A-Za-z-]|\\[A-Za-z]+)-$", formula):
         answer = f"-({answer})" if _quantity(answer) is None else f"-{answer}"
     return rf"{answer}\text{{ {behind[1]}}}" if behind else answer
 
 
-_WRITTEN_AND = r"\\(?:text|mathrm|mbox) ?\{[ ,]*(?:and|or)[ ,]*\}"
 _GAP = r"(?:[\s~]|\\[,;: ]|\\q?quad)*"
 _NEXT_BOX = re.compile(  # \boxed{1} and \boxed{2}, another one
-    r"(\\(?:boxed|fbox) ?\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*))\}(?:\$\$?|\\[)\]]|\*\*?)?"
-    rf"{_GAP}(?:[,;&]|[,;]? ?(?:and|or|AND|OR|{_WRITTEN_AND})){_GAP}(?:\$\$?|\\[(\[]|\*\*?)?"
+    r"(\\(?:boxed|fbox) ?\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*))\}(?:\$|\*\*?)?"
+    rf"{_GAP}(?:[,;&]|[,;]? ?(?:and|or|AND|OR|{_WRITTEN_AND})){_GAP}(?:\$|\*\*?)?"
     r"\\(?:boxed|fbox) ?\{(?!\2\})(?=\s*[^\s{}])"
 )
 
 
 def _last_box(text: str, trusted: bool) -> str:
     "What stands in the last box, or in the last several in a row, with its neighbours; nothing if it is not closed."
+    text = re.sub(rf"({_BOX})(?!\{{)([^\s${{}}\\]*[^\s${{}}\\.,])", r"\1{\2}", text)  # \boxed 5
     while (joined := _NEXT_BOX.sub(r"\1, ", text)) != text:
         text = joined
-    box, depth = [*_BOX.finditer(text)][-1], 0
+    box, depth = [*re.finditer(_BOX, text)][-1], 0
     before, rest = text[: box.start()], text[box.end() :]
-    if not rest.startswith("{"):  # \boxed 5
-        inside = re.match(r"[^\s${}\\]*", rest)[0]
-        return _with_neighbours(before, inside.rstrip(".,"), rest[len(inside) :], trusted)
     for brace in re.finditer(r"\\.|[{}]", rest):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth <= 0:
-            at = brace.start()
-            return rest[1:at] and _with_neighbours(before, rest[1:at], rest[at + 1 :], trusted)
+            return _with_neighbours(before, rest[1 : brace.start()], rest[brace.end() :], trusted)
     return ""
 
 # %% ../nbs/method/02_verifiers.ipynb #f8d3c93a
 def _bare(text: str, trusted: bool = False) -> str:
     "An answer without box, dollars or emphasis round it, in single spaces; empty if there is none."
     text = re.sub(r"\\text(?:normal|bf|it|rm)(?![A-Za-z])", r"\\text", text.translate(_PLAIN))
-    text = (_last_box(text, trusted) if _BOX.search(text) else text).strip()
-    while (match := _WRAPPED.fullmatch(text)) and (not match[1] or match[1] not in match["a"]):
-        text = (match["a"] or match["b"] or match["c"] or match["d"]).strip()
+    text = re.sub(r"(?<!\\)(?:\$?\\[(\[]|\\[)\]]\$?|\$\$)", "$", text)
+    look = r"\\(?:displaystyle|[lL]arge|bf)(?![A-Za-z])|\\(?:text)?color ?\{\w+\}"
+    text = re.sub(r"\{\s*\{([^{}]*)\}\s*\}", r"{\1}", re.sub(look, "", text))
+    text = (_last_box(text, trusted) if re.search(_BOX, text) else text).strip()
+    while (match := re.fullmatch(_WRAPPED, text)) and (not match[1] or match[1] not in match[2]):
+        text = (match[2] or match[3]).strip()
     text = _PART.sub(lambda m: f"{m[1]} {unicodedata.normalize('NFKC', m[2])}", text)
     return " ".join(text.replace("⁄", "/").split())
 
@@ -244,13 +260,10 @@ def _number_texts(value: Any) -> list[str]:
         return [str(value)]
     whole = (
         [str(int(value))] if float(value).is_integer() else []
-    )  # 99999999999999991611392 for 1e23
+    )  # of 1e23: 99999999999999991611392
     with np.errstate(over="ignore"):
-        forms = [value, np.float32(value), np.float16(value)]
-    forms = [x for x in forms if float(x) == float(value)]
+        forms = [x for x in (value, np.float32(value)) if float(x) == float(value)]
     texts = [np.format_float_positional(x, trim="-") for x in forms]
-    if len(texts[-1].replace(".", "").strip("-0")) > 3:  # no column of half precision
-        texts = texts[:2]
     return list(dict.fromkeys([*whole, *texts]))
 
 # %% ../nbs/method/02_verifiers.ipynb #a46ee18d
@@ -271,6 +284,19 @@ def _accepted_answers(wanted: Any, column: str, finder: _AnswerFinder) -> list[s
     return out
 
 # %% ../nbs/method/02_verifiers.ipynb #dfa02ed7
+def _comparing(name: str, column: str, finder: Callable, same: Callable, **how) -> Callable:
+    "A reward that asks whether an answer is the same as one of those accepted; None = there are none."
+    _filled(name, column=column)
+    accepted = lambda columns: _accepted_answers(columns[column], column, finder)
+
+    @reward_function(name=name, needs=[column], check=accepted, **how)
+    def reward(completion, **columns):
+        found, wanted = finder(completion, columns) or "", accepted(columns)
+        return float(same(found, wanted)) if wanted else None
+
+    return reward
+
+
 @REWARDS.register(force=True)
 def exact_answer(
     column: str = "answer",  # task column with the answer, or a list of accepted answers
@@ -280,45 +306,36 @@ def exact_answer(
     ignore_case: bool = False,  # compare text without case
 ) -> Callable:
     "1 if the extracted answer equals the task's."
-    _filled("exact_answer", column=column)
-    find = _AnswerFinder(extract, tag, marker)
+    form = str.casefold if ignore_case else str
 
-    check = lambda task: _accepted_answers(task[column], column, find)
+    def same(found, accepted):
+        found = _bare(found)
+        texts, value = {form(found), form(_without_unit(found)[0])}, _quantity(found)
+        return any(form(x) in texts or _same_quantity(value, _quantity(x)) for x in accepted)
 
-    @reward_function(name="exact_answer", needs=[column], check=check)
-    def reward(completion, **columns):
-        accepted = _accepted_answers(columns[column], column, find)
-        found = _bare(find(completion, columns) or "")
-        form = str.casefold if ignore_case else str
-        texts = {form(found), form(_without_unit(found)[0])}
-        same = lambda x: form(x) in texts or _same_quantity(_quantity(found), _quantity(x))
-        return float(any(map(same, accepted))) if accepted else None
-
-    return reward
+    return _comparing("exact_answer", column, _AnswerFinder(extract, tag, marker), same)
 
 # %% ../nbs/method/02_verifiers.ipynb #94a302bd
-_DENIED = re.compile(  # in the last clause: a bound or a denial is no answer
-    r"(?i)(?:\b(?:not|cannot|never|might|may|could|maybe|perhaps|than|least|most|except|wrong|incorrect|false)\b|n['’]t\b):?(?:[^.,;:!?]|[.,]\d)*\.?$"
-)
+_DENIED = r"(?i)(?:\b(?:not|cannot|never|might|may|could|maybe|perhaps|than|least|most|except|wrong|incorrect|false|if|when|where|since|because|unless|suppose|assume|let)\b(?: answer)?|n['’]t\b):?(?:[^.,;:!?]|[.,]\d)*\.?$"  # in the last clause: a bound or a denial is no answer
 _ANNOUNCED = re.compile(  # before the answer of a sentence
-    r"(?i)\b(?:is|are|was|be|answer|result|total|gets?|gives?|giving|makes?|takes?|took|has|have|leaves?|therefore|thus|hence|so"
-    r"|equals?|exactly|only|(?:equal|comes|adds up|amounts|evaluates|simplifies) to|left with|total of)$|[:=]$|(?<!\d)[.!]$"
+    r"(?i)\b(?:is|are|was|be|answer|result|total|gets?|gives?|giving|makes?|takes?|took|has|have|leaves?|costs?|earns?|spends?|pays?|needs?|therefore,?|thus,?|hence,?|so"
+    r"|equals?|exactly|only|(?:equal|comes|adds up|amounts|evaluates|simplifies) to|left with|total of)$|[:#]$|(?<!\d)[.!]$"
+    r"|(?:^|[a-z]{2,}[:,]? |[:,;.!] )(?:[a-z](?:_\w+)?(?:\(\w+\))?|[a-z]{3,}|(?P<sum>[-$0-9(](?:[-\d.,+*/()×·÷$% ]| x )*)) =$"
 )
-_SECOND = re.compile(r"(?i)\d,? (?:and|or) [a-z]\w? (?:is|=|equals)$")  # x is 5 and y is 6
+_SECOND = re.compile(r"(?i)\d,? (?:(?:and|or) )?[a-z]\w? (?:is|=|equals)$")  # x is 5 and y is 6
+_TOLD = r"(?is)(.*(?:\b(?:answer|option|choice|antwort|réponse|respuesta)\b(?: (?:is|ist|est|es)\b)?|答案[是为為]?|答え|정답|ответ|####):?) ?(\S.*)"  # the answer is X, in some languages
 _EMPHASIS = r"(?<!\S)(?:\*\*?|`)(?=\S)|(?<=\S)(?:\*\*?|`)(?=[.,:]?(?:\s|$))"
-_ONE_OF_SEVERAL = re.compile(  # $5$ or $6$, about $5$
-    r"(?:\$|\\\)|\\\])\s*(?:[,;]?\s*(?:and|or)|[-+*/,;]|times|plus|of)\s*$|\b(?:from .{1,30} to|twice|half of|about|around|approximately|roughly|nearly|almost)\s*$"
-)
+_ONE_OF_SEVERAL = r"\$\s*(?:[,;]?\s*(?:and|or)|[-+*/,;]|of)\s*$|\b(?:from .{1,30} to|about|around|approximately|roughly|nearly|almost)\s*$"  # $5$ or $6$, about $5$
 
 
 def _is_prose(text: str) -> bool:
     "What a parser of LaTeX would multiply, add or drop: words, primes, dots, numbers side by side, x2, bases, lines, several formulas."
-    plain = re.sub(r"\\(?:q?quad(?![A-Za-z])|[,;:! ])", " ", text)
+    plain = re.sub(r"\\(?:q?quad(?![A-Za-z])|[,;:! ])|(?<=sqrt)\[\w+\]", " ", text)
     plain = re.sub(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+(?:_\w)?", "|", plain)
     number = r"(?:[0-9.]+|\|[0-9]{2}|\|\{[0-9]+\}\{[0-9]+\})"  # or a fraction
     factor = rf"[(\[] ?{number} ?\|?[)\]]"  # 2(3), (2)(3), (2)3
     factors = rf"(?:(?<![_^.0-9])[0-9.]+|(?<![|\w]){factor}) ?\|?{factor}(?! ?\^)|(?<![|\w]){factor} ?[0-9]"
-    odd = r"[A-Za-z]{3,}|^(?:[A-Z] ?[A-Z]|[Nn]o)$|[0-9]\s+[0-9]|[0-9)}]\s*_|(?<!\|)(?<!\| )[A-Za-z][0-9]|\.[0-9]*\.|(?<!\\)\$|\\[(\[]|['\"]"
+    odd = r"[A-Za-z]{3,}|^(?:[A-Z] ?[A-Z]|[Nn]o)$|[0-9]\s+[0-9]|[0-9)}]\s*_|(?<!\|)(?<!\| )[A-Za-z][0-9]|\.[0-9]*\.|(?<!\\)\$|['\"]"
     odd_in_latex = r"\\(?:[lc]?dots|approx|equiv|sim|prime|phantom|gcd)(?![A-Za-z])|^~|~~|\\partial|frac\{d[^{}]*\}\{d"
     lines = "\\\\" in text and "\\begin" not in text
     return lines or bool(re.search(f"{odd}|{factors}", plain) or re.search(odd_in_latex, text))
@@ -330,12 +347,15 @@ def _listed(text: str) -> str:
     text = re.sub(array, r"\\begin{pmatrix}\1\\end{pmatrix}", text)
     if re.search(r"[<>]|\\(?:[lg]e|[lg]eq|[lg]t|leqslant|geqslant)(?![A-Za-z])", text):
         return text
-    spoken = r"(?<=[\d)}\]])(?: ?\$)?,? ?(?:and|or) ?(?:\$ ?)?(?=[-+\d(\\\[{])"
-    return re.sub(rf"(?:, ?)?{_WRITTEN_AND}|{spoken}", ", ", text)
+    spoken = r"(?<=[\d)}\]])(?: ?\$)?,? ?(?:and|or) ?(?:\$ ?)?(?=[-+\d(\\\[{]|[A-Za-z](?:_\w)? ?=)"
+    return re.sub(
+        rf"(?:\\q?quad ?)?(?:, ?)?{_WRITTEN_AND}(?: ?\\q?quad)?|{spoken}|\$ ?[,;] ?\$", ", ", text
+    )
 
 
 def _result(text: str) -> str:
     "The 8 of 5+3=8, and x=8 of x=5+3=8."
+    text = re.sub(r"(?<!\\right)[.,]$", "", text)
     command = r"\\(?:[dt]?frac|[dt]?binom|sqrt|pi|cdot|times|div|left|right|log|ln|sin|cos|tan)(?![A-Za-z])|\\[%$!,;: ]"
     known = rf"\\(?:text|mathrm|mbox) ?\{{[^{{}}]*\}}|{command}|,(?=\d{{3}}(?!\d))|\{{,\}}"
     first, *rest = map(str.strip, text.split("="))
@@ -349,26 +369,32 @@ def _result(text: str) -> str:
 
 def _mathematics(text: str) -> str:
     "The last piece of mathematics in a text, bare; empty if there is none."
-    text, found = _listed(_bare(text)).replace("$$", "$"), []
-    if _DENIED.search(text):
+    text = _listed(_bare(text))
+    if re.search(_DENIED, re.sub(r"\\(?:text|mbox) ?\{[^{}]*\}", "", text)):
         return text
-    for first, last in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
-        end = text.rfind(last)
-        start = text.rfind(first, 0, max(end, 0))
-        found += [(end, start, text[start + len(first) : end])] if start >= 0 else []
-    if found:
-        end, start, answer = max(found)
-        if _ONE_OF_SEVERAL.search(text[:start]):
+    parts = re.split(r"(?<!\\)\$", text)
+    number_follows = any(_quantity(" ".join(parts[-1].split()[-n:])) for n in (1, 2))
+    if len(parts) > 2 and not number_follows:
+        before = "$".join(parts[:-2])
+        if re.search(_ONE_OF_SEVERAL, before + "$" * (len(parts) > 3)):
             return text
-        return _result(_bare(_with_neighbours(text[:start], answer, text[end:])))
+        return _bare(_with_neighbours(before, *parts[-2:]))
+    plain = re.sub(_EMPHASIS, "", text)
+    told = re.fullmatch(_TOLD, plain)
+    if told and (_quantity(told[2]) or not _is_prose(told[2])):
+        return "" if _DOUBTED.search("\n" + told[1][-299:]) else told[2]
     if not _is_prose(text) or _quantity(text):
-        return _result(text)
-    *before, last = re.sub(_EMPHASIS, "", text).split()
+        return text
+    *before, last = re.sub(r" ?= ?", " = ", plain).split()
     if before and _quantity(last) is None:  # a number and its unit
         *before, last = *before[:-1], f"{before[-1]} {last}"
     before = " ".join(before)
-    announced = not before or _ANNOUNCED.search(before) and not _SECOND.search(before)
-    return last if announced and _quantity(last) else text
+    odd = _SECOND.search(before) or _DOUBTED.search("\n" + before[-299:])
+    announced = _ANNOUNCED.search(before or ":")
+    if not announced or odd or not _quantity(last):
+        return text
+    chain = f"{announced['sum']}={last}"  # 2+2=5
+    return chain if re.fullmatch(r"[-\d.,+*/()= ]+", chain) else last
 
 # %% ../nbs/method/02_verifiers.ipynb #356e1947
 _SIGNS = str.maketrans({"√": r"\sqrt ", "²": "^{2}", "³": "^{3}", "∞": r"\infty ", "·": r"\cdot "})
@@ -383,56 +409,52 @@ def _memory_limit(extra: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     with suppress(OSError), open("/proc/self/statm") as f:
         limit = int(f.read().split()[0]) * resource.getpagesize() + extra
-        limit = limit if soft == resource.RLIM_INFINITY else min(limit, soft)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        resource.setrlimit(resource.RLIMIT_AS, (limit if soft < 0 else min(limit, soft), hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 # %% ../nbs/method/02_verifiers.ipynb #2cbcf0d8
-@contextmanager
-def _only_digits_are_numbers() -> Iterator[None]:
-    "While it lasts, sympy makes exact fractions of digits and of no other text anything: no text reaches its evaluator."
+def _digits(text: str) -> Any:
+    "What sympy makes of a text while this reward reads: an exact fraction of digits, and of no other text anything, so that none reaches its evaluator."
     from sympy import Rational
-    from sympy.core.sympify import SympifyError, converter
+    from sympy.core.sympify import SympifyError
 
-    def convert(text):
-        if not re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", text):
-            raise SympifyError(text)
-        return Rational(Fraction(text))
-
-    before = converter.get(str)
-    converter[str] = convert
-    try:
-        yield
-    finally:
-        converter.pop(str) if before is None else converter.update({str: before})
+    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", text):
+        raise SympifyError(text)
+    return Rational(Fraction(text))
 
 # %% ../nbs/method/02_verifiers.ipynb #ed585e27
 def _read_math(text: str, limit: int) -> Any:  # a sympy object; None if it cannot be read
     "LaTeX as math-verify reads it; i is the imaginary unit, and only a matrix is transposed: of anything else it would drop the T."
-    from latex2sympy2_extended.math_normalization import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+    from math_verify.parser import should_treat_as_complex
     from math_verify.utils import timeout
     from sympy import I
+    from sympy.core.sympify import converter
 
-    how = NormalizationConfig(malformed_operators=True, nits=True)  # no unit is dropped
-    latex = [LatexExtractionConfig(normalization_config=how)]
     root = r"(\\sqrt(?: ?\[\w+\])?) ?([0-9]+(?:\.[0-9]+)?)"  # of 15, not of 1 times 5
     text = re.sub(root, r"\1{\2}", text.translate(_SIGNS))
+    repeating = r"([0-9]+\.([0-9]*))\\(?:overline|bar|dot) ?\{?([0-9]+)\}?(?! ?\\dot)"
+    nines = lambda m: rf"({m[1]}0+\frac{{{m[3]}}}{{{'9' * len(m[3])}{'0' * len(m[2])}}})"
+    text = re.sub(repeating, nines, text)
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):  # else degrees are a unit
         text = re.sub(r"([0-9.]+) ?(?:\^ ?\{?\\circ\}?|°)", r"(\1\\pi/180)", text)
     if "\\begin" not in text:
         letter = r"(?:T|\\top|\\intercal|\\math\w+ ?\{ ?T ?\})"
         text = re.sub(rf"\^ ?(?:{letter}|\{{ ?{letter} ?\}})", "^{T }", text)
     text = re.sub(r"\\log_(?:e|\{e\})", r"\\ln ", text).replace(r"\varnothing", r"\emptyset")
-    with _only_digits_are_numbers():
-        found = parse(f"${text}$", latex, "no_fallback", parsing_timeout=limit, raise_on_error=True)
-    if not found:
-        return None
-    unit = {s: I for s in getattr(found[0], "free_symbols", ()) if s.name == "i"}
-    return timeout(limit)(lambda: found[0].xreplace(unit).doit())()
+    text = normalize_latex(
+        text, NormalizationConfig(malformed_operators=True, nits=True)
+    )  # units stay
+    how = dict(is_real=not should_treat_as_complex(text), normalization_config=None)
+    how |= dict(conversion_config=ConversionConfig(lowercase_symbols=False))
+    with suppress(Exception), mock.patch.dict(converter, {str: _digits}):
+        found = timeout(limit)(latex2sympy)(text, **how)
+        unit = {s: I for s in getattr(found, "free_symbols", ()) if s.name == "i"}
+        return timeout(limit)(found.xreplace(unit).doit)()
 
 
 def _same_math(gold: Any, guess: Any, limit: int) -> bool:
@@ -441,8 +463,6 @@ def _same_math(gold: Any, guess: Any, limit: int) -> bool:
     from sympy import Eq, Expr, FiniteSet, nan, oo, simplify, zoo
     from sympy.logic.boolalg import BooleanAtom
 
-    if gold.has(Eq) != guess.has(Eq):
-        gold, guess = _assigned(gold), _assigned(guess)
     sets = len({isinstance(x, FiniteSet) for x in (gold, guess)})  # 1 or {1}, (1,2) or 1,2
     if sets == 2 or gold.has(Eq) != guess.has(Eq) or isinstance(gold, BooleanAtom):
         return False
@@ -458,54 +478,39 @@ def _same_math(gold: Any, guess: Any, limit: int) -> bool:
     return bool(simplify(gold - guess) == 0)
 
 # %% ../nbs/method/02_verifiers.ipynb #99b944b9
-def _assigned(x: Any) -> Any:
-    "The values in `x = 5`, `5 = x` and `x = 5, x = 6`; other equations as they are."
-    from sympy import Eq, FiniteSet
-    from sympy.core.function import AppliedUndef
+def _false_chain(text: str, limit: int) -> bool:
+    "Whether numbers are said to be equal that are not, as in 2+2=5; one behind may be rounded."
+    from math_verify.errors import TimeoutException
 
-    eqs = x.args if isinstance(x, FiniteSet) else [x]
-    turned = lambda e: isinstance(e, Eq) and e.lhs.is_number and e.rhs.is_Symbol
-    eqs = [e.reversed if turned(e) else e for e in eqs]
-    name = lambda e: isinstance(e, Eq) and (e.lhs.is_Symbol or isinstance(e.lhs, AppliedUndef))
-    if not all(map(name, eqs)) or len({e.lhs for e in eqs}) > 1:
-        return x
-    return FiniteSet(*(e.rhs for e in eqs)) if isinstance(x, FiniteSet) else eqs[0].rhs
-
-
-def _same_list(gold: Sequence, guess: Sequence, limit: int) -> bool:
-    "The same values, each as often: a set has each once."
-    often = lambda x, items: sum(_same_math(x, y, limit) for y in items)
-    return len(gold) == len(guess) and all(often(x, gold) == often(x, guess) for x in gold)
-
-
-def _capitals_apart(*texts: str) -> list[str]:
-    "R as a name of its own where r occurs too: math-verify takes one for the other."
-    letters = set(re.sub(r"\\[A-Za-z]+(?:\{\w*matrix\})?", "", " ".join(texts)))
-    name = lambda m: m[1] or f"x_{{{ord(m[2])}}}" if m[1] or m[2].lower() in letters else m[2]
-    capitals = r"(\\math\w+ ?\{?[A-Z]|\\[A-Za-z]+)|(?<!_)(?<!_\{)([A-Z])(?!_)"
-    return [re.sub(capitals, name, text) for text in texts]
-
-
-def _other_shape(*texts: str) -> bool:
-    "Whether one is a longer list, 1,2,2 and not 1,2, or in brackets, [1] and not 1."
-    several = [len(re.findall(r"(?<!\\),", x)) for x in texts if "\\{" not in x]
-    lists = {bool(re.fullmatch(r"(\\left)? ?\[[^,]*\]", text)) for text in texts}
-    return all(several) and len({*several}) == 2 or lists == {0, 1}
+    last = None
+    for part in map(str.strip, text.rstrip(".").split("=")):
+        before, last = last, None
+        with suppress(AttributeError, TimeoutException):
+            odd = re.search(r"^[A-Za-z]$|[%$]|\\text|\\mathrm", part)  # a name, a unit
+            last = None if odd or not (read := _read_math(part, limit)).is_number else read
+        places = len(part.partition(".")[2])
+        near = 10**-places if places else abs(last or 0) * 1e-9
+        if None not in (before, last) and abs((before - last).evalf(30)) > near:
+            return True
+    return False
 
 
 def _both_named(*texts: str) -> list[str]:
-    "Without the name in (x,y)=(1,2) or x \\in [1,2] if the other text has none."
-    named = r"(?:[A-Za-z]|\([A-Za-z](?:, ?[A-Za-z])*\)) ?(?:=|\\in(?![A-Za-z])) ?([^=<>]+)"
-    values = [re.fullmatch(named, text) for text in texts]
+    "Without the name in x=1, x=2 or 5=x or (x,y)=(1,2) or x \\in [1,2] if the other text has none."
     if sum(bool(re.search(r"[=<>]|\\in(?![A-Za-z])", text)) for text in texts) > 1:
         return [*texts]  # two equations
-    return [m[1] if m else text for m, text in zip(values, texts)]
+    name = r"((?:\\angle ?)?[A-Z]{2,3}|(?:[A-Za-z]|\\[A-Za-z]+)(?:_\w|_\{\w+\})?(?:\([^()=]*\)|\{\w+\})?|\([A-Za-z](?:, ?[A-Za-z])*\))"
+    named = rf"(?:^|(?<=,)) *{name} ?(?:=|\\in(?![A-Za-z])) ?(?=[^=<>]*(?:$|,))"
+    once = lambda text: len({m[1] for m in re.finditer(named, text)}) == 1
+    turned = rf"(?<=[^=]) ?= ?{name}$"
+    return [re.sub(named if once(text) else turned, "", text) for text in texts]
 
 
 def _unspaced(text: str) -> str:
     "Without spaces that say nothing; 101_2 for 101_{2}, x for +x."
-    text = re.sub(r"(?<!\w) | (?!\w)", "", text)
-    return re.sub(r"_\{(\w+)\}", r"_\1", text).removeprefix("+")
+    text = re.sub(r"(\\[A-Za-z]+) (?=[A-Za-z])", r"\1~", text)
+    text = re.sub(r"(?<!\w) | (?!\w)|(?<=[A-Za-z]) (?=[A-Za-z])", "", text)
+    return re.sub(r"(_(?=\{\w+\})|\^(?=\{\w\}))\{(\w+)\}", r"\1\2", text).removeprefix("+")
 
 
 def _equal_math(found: str, reference: str, limit: int) -> bool:
@@ -514,10 +519,17 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     from math_verify.utils import timeout
     from sympy import FiniteSet, Rational
 
-    (found, unit), (reference, wanted) = map(_without_unit, _both_named(found, reference))
+    if _false_chain(found, limit):
+        return False
+    texts = _both_named(*map(_result, (found, reference)))
+    if re.fullmatch(r"\(?[A-J]\)?", texts[1]):  # C of (C) 8
+        choice = r"^(?:\\text ?\{ ?)?\(?([A-J])[).](?:\s|\\ |\}|\\,|~)+[\w$].*"
+        texts[0] = re.sub(choice, r"\1", texts[0])
+    (found, unit), (reference, wanted) = map(_without_unit, texts)
     pair = _quantity(found), _quantity(reference)
     units = {unit, wanted, *(q[1] for q in pair if q)} - {""}  # cm behind 5, $ before it
-    if len(units) > 1 or _other_shape(found, reference):
+    brackets = {bool(re.fullmatch(r"(\\left)? ?\[[^,]*\]", x)) for x in (found, reference)}
+    if len(units) > 1 or len(brackets) > 1:  # [1] is not 1
         return False
     same = _unspaced(found) == _unspaced(reference)
     if same or None not in pair:
@@ -528,9 +540,7 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     guess, gold = (q and Rational(q[0]) for q in pair)  # 1 2/3, 2e3
     if gold is None and _is_prose(reference):
         return False
-    found, reference = _capitals_apart(found, reference)
-    with suppress(Exception):  # of the parser
-        gold = _read_math(reference, limit) if gold is None else gold
+    gold = _read_math(reference, limit) if gold is None else gold
     if gold is None and reference.count("{") != reference.count("}"):
         raise ValueError(f"math-verify cannot parse the reference {reference!r}")
     if gold is None:  # sets of points, logic: the same text is right
@@ -542,11 +552,11 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
             return False
         if not isinstance(gold, FiniteSet) or "\\{" in found + reference:
             return True
-        texts = (reference, found)
-        if max(len(re.findall(r"(?<!\\)[,;]", t)) for t in texts) < len(gold.args):
-            return True
-        each = [_read_math(f"({text})", limit).args for text in texts]  # 1,1,2 or 1,2,2
-        return timeout(limit)(_same_list)(*each, limit)
+        each = [
+            sorted(re.split(r"(?<!\\)[,;](?![^(]*\))", _unspaced(text)))
+            for text in (reference, found)
+        ]
+        return max(map(len, each)) <= len(gold.args) or each[0] == each[1]  # 1,1,2 or 1,2,2
     except (Exception, TimeoutException):
         return False  # what cannot be read or compared in its limits is not equal
 
@@ -560,31 +570,24 @@ def math_equivalence(
     math_timeout_s: int = 5,  # of each parse and each comparison, whole seconds
 ) -> Callable:
     "1 if the answer and the reference are mathematically equal."
-    _filled("math_equivalence", column=column)
     limit = check_number("math_equivalence: math_timeout_s", math_timeout_s, 1, whole=True)
-    find = _AnswerFinder(extract, tag, marker)
     from math_verify.errors import TimeoutException
 
-    check = lambda task: _accepted_answers(task[column], column, find)
-    warm_up = partial(_equal_math, "(x-1)(x+1)", "x^2-1/3", 60)  # the first one takes seconds
-    how = dict(own_process=True, warm_up=warm_up, check=check)
-
-    @reward_function(name="math_equivalence", needs=[column], **how)
-    def reward(completion, **columns):
+    def same(found, accepted):
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("math-verify needs the main thread: run it through RewardRunner")
-        accepted = _accepted_answers(columns[column], column, find)
-        found = _mathematics(find(completion, columns) or "")
         end = time.monotonic() + limit  # for all of them: the worker has a deadline
         left = lambda: math.ceil(end - time.monotonic())
-        same = lambda x: left() > 0 and _equal_math(found, _mathematics(x), left())
+        pairs = ((_mathematics(found), _mathematics(x)) for x in accepted)
         try:
             with _memory_limit(_MATH_MEMORY):
-                return float(any(map(same, accepted))) if accepted else None
+                return any(left() > 0 and _equal_math(*pair, left()) for pair in pairs)
         except TimeoutException as e:
             raise TimeoutError(f"math-verify took more than {limit} s over the reference") from e
 
-    return reward
+    warm_up = partial(_equal_math, "(x-1)(x+1)", "x^2-1/3", 60)  # the first one takes seconds
+    how = dict(own_process=True, warm_up=warm_up)
+    return _comparing("math_equivalence", column, _AnswerFinder(extract, tag, marker), same, **how)
 
 # %% ../nbs/method/02_verifiers.ipynb #e1c53be7
 @REWARDS.register(force=True)
@@ -737,6 +740,7 @@ def _evaluators(function: Callable, owner: type, seen: set[str]) -> set[str]:
     return (_EVALUATE & names).union(*(_evaluators(f, owner, seen) for f in called))
 
 # %% ../nbs/method/02_verifiers.ipynb #989dc678
+@cache
 def _gym_scorer(name: str) -> Callable[[str | None, Mapping], float]:
     "How answers of a dataset are scored; a scorer that evaluates text is refused."
     if name in _GYM_SCORERS:
@@ -762,16 +766,13 @@ def reasoning_gym_score(
     extract: str | Callable = "tags", tag: str = "answer", marker: str = "####"
 ) -> Callable:
     "The score of the dataset's own rule, in [0, 1]; the answer is found as in exact_answer."
-    find, scorers = _AnswerFinder(extract, tag, marker), {}
+    find = _AnswerFinder(extract, tag, marker)
 
     def scorer(columns):
         if (metadata := _plain(columns.get("metadata"))) is None:
             return None, None
         metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
-        name = metadata.get("source_dataset")
-        if name not in scorers:
-            scorers[name] = _gym_scorer(name)
-        return metadata, scorers[name]
+        return metadata, _gym_scorer(metadata.get("source_dataset"))
 
     warm_up = partial(import_module, "reasoning_gym")  # it takes seconds
     how = dict(own_process=True, warm_up=warm_up, check=scorer)
