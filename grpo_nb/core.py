@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ONE_THREAD', 'Groups', 'GroupStats', 'group_stats', 'weighted_sum', 'masked_sum', 'masked_mean', 'Registry',
-           'seed_of', 'seeded', 'seed_globally', 'Rollout', 'pad_to', 'concat', 'in_shares', 'own_rows',
-           'rollout_to_state', 'rollout_from_state', 'minibatches', 'Policy', 'sample_in_shares', 'check_finite']
+           'seed_of', 'seeded', 'seed_globally', 'Rollout', 'pad_to', 'concat', 'own_rows', 'rollout_to_state',
+           'rollout_from_state', 'minibatches', 'Policy', 'sample_in_shares', 'check_finite']
 
 # %% ../nbs/method/00_core.ipynb #d55f1d33
 import contextlib
@@ -466,18 +466,6 @@ def concat(rollouts: Sequence[Rollout]) -> Rollout:
     return first.map(_join, *rest)
 
 # %% ../nbs/method/00_core.ipynb #f8f3a19b
-def in_shares(
-    f: Callable[[list], Rollout],  # makes samples of tasks
-    tasks: list,
-) -> Rollout:  # the samples of all tasks, on every process
-    "Let every process work on its share, and gather the results; a failure of one is a failure of all."
-    if place()[1] == 1:
-        return f(tasks)
-    mine = share(len(tasks))
-    parts = _gather_results(lambda: f([tasks[i] for i in mine]).to("cpu") if mine else [])
-    return concat([x for x in parts if len(x)])
-
-
 def own_rows(rollout: Rollout) -> list[int]:
     "The samples that are this process's to reward: whole groups."
     index_N = Groups.of(rollout.group_N).index_N
@@ -552,36 +540,33 @@ def sample_in_shares(
     generator: torch.Generator,  # in the same state on every process, before and after
     **options,  # of `policy.sample`
 ) -> Rollout:  # P * G samples, the same on every process
-    "G samples of each task, every process drawing those of its share."
+    "G samples of each task, every process drawing those of its share; a failure of one is a failure of all."
     (rank, size), mine = place(), share(len(tasks))
-    draws, device = getattr(policy, "draws", None), generator.device
+    draws, device, own = getattr(policy, "draws", None), generator.device, generator
 
     def pass_over(n: int):  # numbers that other processes use
-        torch.rand(n * num_generations * draws, dtype=torch.float64, generator=generator)
+        torch.rand(n * num_generations * (draws or 0), dtype=torch.float64, generator=generator)
 
-    def sample(generator):
-        def draw(some):
-            found = policy.sample(some, num_generations, generator, **options)
-            if isinstance(found, Rollout):
-                return found
-            name = type(policy).__name__
-            raise ValueError(f"{name}.sample must return a Rollout, got {found!r:.60}.")
-
-        return in_shares(draw, tasks)
+    def draw(some: list) -> Rollout:
+        found = policy.sample(some, num_generations, own, **options)
+        if isinstance(found, Rollout):
+            return found
+        name = type(policy).__name__
+        raise ValueError(f"{name}.sample must return a Rollout, got {found!r:.60}.")
 
     if size == 1:
-        return sample(generator)
+        return draw(tasks)
     told = [str(getattr(t, "prompt", "")) for t in tasks]
     checksum = zlib.crc32("\n".join(told).encode(errors="replace"))
     _check_same({"the batch (its size, a checksum of its prompts)": (len(tasks), checksum)})
     with _weights_at_hand(policy):
         if draws is None:
             common = torch.randint(2**62, (), generator=generator, device=device)
-            return sample(seeded(int(common), "process", rank, device=device))
+            own = seeded(int(common), "process", rank, device=device)
         pass_over(mine.start)
-        found = sample(generator)
+        parts = _gather_results(lambda: draw([tasks[i] for i in mine]).to("cpu") if mine else [])
         pass_over(len(tasks) - mine.stop)
-        return found
+        return concat([x for x in parts if len(x)])
 
 # %% ../nbs/method/00_core.ipynb #8affe84a
 def check_finite(

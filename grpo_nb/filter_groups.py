@@ -279,24 +279,10 @@ class FilterGroupsConfig:
 RULES = Registry("filter rule", "one bool per group", torch.bool)
 
 
-@RULES.register("metric")
-def _metric_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
-    "One of the named metrics varies."
-    values = _metric_values(rollout, config.metrics, config.weights)
-    return varies(values, rollout.group_N, config.min_spread)
-
-# %% ../nbs/method/01_filter_groups.ipynb #95eb3c85
-@RULES.register("all_components")
-def _component_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
-    "A reward component varies that has a weight."
-    values = _weighted_components(rollout, config.weights)
-    return varies(values, rollout.group_N, config.min_spread)
-
-
-@RULES.register("sum")
-def _sum_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
-    "The weighted sum of the components varies."
-    return varies(_total_reward(rollout, config.weights), rollout.group_N, config.min_spread)
+@RULES.register("metric", "all_components", "sum")
+def _looked_at_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
+    "What the rule looks at varies in some column."
+    return varies(_looked_at(rollout, config), rollout.group_N, config.min_spread)
 
 # %% ../nbs/method/01_filter_groups.ipynb #a4d34554
 @RULES.register("combined")
@@ -318,6 +304,14 @@ def _weighted_components(rollout: Rollout, weights: Mapping[str, float] | None =
     used = [w != 0 for w in _component_weights(rollout, weights)]
     return _as_columns(rollout.rewards[:, used])
 
+
+def _looked_at(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
+    "(N, C) numbers that the configured rule looks at; of a rule of another kind they give statistics and reasons."
+    if config.metrics:
+        return _metric_values(rollout, config.metrics, config.weights)
+    look = _total_reward if config.rule == "sum" else _weighted_components
+    return _as_columns(look(rollout, config.weights))
+
 # %% ../nbs/method/01_filter_groups.ipynb #2ed6b049
 def decide(
     rollout: Rollout,  # rewarded samples
@@ -327,11 +321,7 @@ def decide(
     config = build_config(FilterGroupsConfig, config)
     groups, rule = Groups.of(rollout.group_N), config.rule or config.rule_name
     signal_P = RULES.call(rule, (groups.num_groups,), rollout, config)
-    if config.metrics:
-        values = _metric_values(rollout, config.metrics, config.weights)
-    else:
-        look = _total_reward if rule == "sum" else _weighted_components
-        values = look(rollout, config.weights)
+    values = _looked_at(rollout, config)
     return keep_groups(values, groups, config.singles, config.min_spread, signal_P)
 
 # %% ../nbs/method/01_filter_groups.ipynb #73563c7c
