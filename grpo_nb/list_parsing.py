@@ -211,6 +211,12 @@ class ParsedList:
         "True if no rank holds a well-formed item."
         return all(item.malformed for item in self.ranked)
 
+    @property
+    def status_K(self) -> list[int]:
+        "Index into STATUSES of each rank, -1 = the list has no such rank."
+        found = [STATUSES.index(item.status) for item in self.ranked]
+        return found + [-1] * (self.num_ranks - len(found))
+
 # %% ../nbs/method/01_list_parsing.ipynb #8d34614a
 class ListParser:
     "The rules by which answers are parsed."
@@ -300,27 +306,6 @@ def __call__(
     items = tuple(_ListItem(*f[:2], *span, *f[2:]) for f, span in zip(found, spans))
     return ParsedList(self.num_ranks, items, np.where(item_S >= self.num_ranks, -1, item_S))
 
-# %% ../nbs/method/01_list_parsing.ipynb #c532c7cc
-@dataclass(frozen=True)
-class _ParsedLists:
-    "N parsed lists as padded arrays."
-
-    lists: list[ParsedList]  # (N)
-    item_NS: Tensor  # (N, S) int64 rank index of each token, -1 = none
-    status_NK: Tensor  # (N, K) int64 index into STATUSES, -1 = the list has no such rank
-
-# %% ../nbs/method/01_list_parsing.ipynb #0314f4b6
-def _stack_lists(lists: Sequence[ParsedList], width: int | None = None) -> _ParsedLists:
-    "Stack parsed lists, all for the same K, into arrays that are padded with -1 to the width or the longest."
-    width = max(len(x.item_of_token_S) for x in lists) if width is None else width
-    item_NS = torch.full((len(lists), width), -1)
-    status_NK = torch.full((len(lists), lists[0].num_ranks), -1)
-    for i, x in enumerate(lists):
-        item_NS[i, : len(x.item_of_token_S)] = torch.from_numpy(x.item_of_token_S)
-        for k, item in enumerate(x.ranked):
-            status_NK[i, k] = STATUSES.index(item.status)
-    return _ParsedLists(list(lists), item_NS, status_NK)
-
 # %% ../nbs/method/01_list_parsing.ipynb #b64db15c
 _COLUMNS = {
     "relevant": ("relevant", "groundtruth_with_release_year"),
@@ -353,7 +338,10 @@ def with_lists(
     "The rollout with the rank of each token, and outputs in which rewards find the same items."
     pieces = _rollout_pieces(rollout, tokenizer)
     lists = list(map(parser, pieces, _seen_films(rollout)))
-    states = rollout.states | {"item": _stack_lists(lists, rollout.mask_NS.shape[1]).item_NS}
+    item_NS = torch.full(rollout.mask_NS.shape, -1)
+    for row, parsed in zip(item_NS, lists):
+        row[: len(parsed.item_of_token_S)] = torch.from_numpy(parsed.item_of_token_S)
+    states = rollout.states | {"item": item_NS}
     return rollout.replace(outputs=["".join(p for p in row if p) for row in pieces], states=states)
 
 # %% ../nbs/method/01_list_parsing.ipynb #2233b849
@@ -376,8 +364,8 @@ def parse_rollout(
     rollout: Rollout,  # of a token policy: token ids in states["completion_ids"]
     tokenizer,  # the policy's
     parser: ListParser,  # the rules that the rewards share
-) -> _ParsedLists:
-    "The parsed lists of a rollout, as wide as its mask."
+) -> list[ParsedList]:
+    "The parsed lists of a rollout."
     seen = _seen_films(rollout)
     lists = list(map(parser, _rollout_pieces(rollout, tokenizer), seen))
     facts = lambda parsed: [(i.title, i.year, i.status) for i in parsed.items]
@@ -389,4 +377,4 @@ def parse_rollout(
                 f"{[title for title, _, _ in held]!r:.120}. Take the rollout from `with_lists`, else rewards land on "
                 "the tokens of other items."
             )
-    return _stack_lists(lists, rollout.mask_NS.shape[1])
+    return lists

@@ -16,7 +16,7 @@ import numpy as np
 from .config import check_number, one_of
 from .core import Registry
 from .list_parsing import STATUSES, ListParser, ParsedList, Titles, _as_list, film_key
-from .list_parsing import _stack_lists, _task_column
+from .list_parsing import _task_column
 
 # %% ../nbs/method/02_ranking.ipynb #e0ef855a
 DECAYS = Registry("rank reward variant")
@@ -53,14 +53,6 @@ def _hit_matrix(
                 left.years[key[0]].discard(key[1])
     return hit_NK
 
-# %% ../nbs/method/02_ranking.ipynb #07a71e00
-def _rank_rows(value_NK, lists, missing: float, error: float, penalties: Mapping) -> np.ndarray:
-    "Finish rewards per rank: penalties, missing ranks, unreadable lists."
-    status_NK = _stack_lists(lists).status_NK.numpy()
-    cost = np.array([penalties.get(s, 0.0) for s in STATUSES] + [0.0])  # -1 reads the last entry
-    value_NK = np.where(status_NK < 0, missing, value_NK - cost[status_NK]) + 0.0  # no -0.0
-    return np.where([[x.parse_error] for x in lists], error, value_NK)
-
 # %% ../nbs/method/02_ranking.ipynb #ffd073c9
 def _rank_reward(
     name: str,
@@ -80,6 +72,7 @@ def _rank_reward(
     if not (isinstance(missing, float) and math.isnan(missing)):
         missing = check_number("missing", missing)
     error = check_number("error", error)
+    cost = np.array([penalties.get(s, 0.0) for s in STATUSES] + [0.0])  # -1 reads the last entry
 
     def reward(prompts, completions, **columns):
         seen = _task_column(columns, "seen", len(completions), required=False)
@@ -87,7 +80,10 @@ def _rank_reward(
         if not lists:
             return []
         found = [_task_column(columns, c, len(lists)) for c in needed]
-        rows_NK = _rank_rows(values(lists, *found), lists, missing, error, penalties)
+        status_NK = np.array([x.status_K for x in lists])
+        value_NK = values(lists, *found) - cost[status_NK]
+        rows_NK = np.where(status_NK < 0, missing, value_NK) + 0.0  # no -0.0
+        rows_NK = np.where([[x.parse_error] for x in lists], error, rows_NK)
         applies_N = [any(x is not None for x in row) for row in zip(*found)] if found else True
         return np.where(np.reshape(applies_N, (-1, 1)), rows_NK, np.nan).tolist()
 
@@ -233,7 +229,7 @@ def ranking_metrics(
     out = _relevance_metrics(lists, relevant)
     if avoid is not None:
         out |= _safety_metrics(lists, avoid, oracle)
-    status_NK = _stack_lists(lists).status_NK.numpy()
+    status_NK = np.array([x.status_K for x in lists])
     for i, name in enumerate(STATUSES[1:-1], 1):
         rate = float((status_NK == i).sum() / max((status_NK >= 0).sum(), 1))
         out["out_of_catalogue" if name == "unknown" else name] = rate

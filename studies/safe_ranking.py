@@ -119,7 +119,7 @@ def film_scores(
 
     def scores(n, greedy):
         rollout = policy.sample(tasks, n, seeded(config.seed, "eval"), greedy=greedy)
-        lists = parse_rollout(rollout, policy.tokenizer, policy.parser).lists
+        lists = parse_rollout(rollout, policy.tokenizer, policy.parser)
         return measure(lists, rollout.tasks, trainer)
 
     greedy = scores(1, True)["duplicate"]

@@ -196,7 +196,8 @@ def test_a_special_token_amid_a_list_moves_no_reward(special):
     on_tokens = spread_to_tokens(torch.tensor(row), fixed.mask_NS, fixed.states["item"])[0]
     paid = [i for i, r in zip(ids, on_tokens.tolist()) if r]
     assert "Heat (1995)" in TOKENIZER.decode(paid) and "Alien" not in TOKENIZER.decode(paid)
-    assert torch.equal(parse_rollout(fixed, TOKENIZER, parser).item_NS, fixed.states["item"])
+    (held,) = parse_rollout(fixed, TOKENIZER, parser)
+    assert held.item_of_token_S.tolist() == fixed.states["item"][0].tolist()
     if special is not None:
         with pytest.raises(ValueError, match="Sample 0: rewards read"):
             parse_rollout(rollout, TOKENIZER, parser)
