@@ -575,16 +575,6 @@ def _policy_term(config, log_ratio_NS, advantage, mask_NS, **tensors) -> Tensor:
         return step_NS
     return step_NS * tensors["weight_NS"].detach()
 
-
-def _kl_term(config, logp_NS, old_logp_NS, ref_logp_NS, mask_NS, item_NS) -> Tensor:
-    "KL to the reference at each step (N, S)."
-    if ref_logp_NS is None:
-        raise ValueError(f"kl_coef={config.kl_coef} needs ref_logp_NS, the reference log-probs.")
-    weight = None
-    if config.kl_importance:
-        weight = log_ratio(logp_NS, old_logp_NS, mask_NS, config.level, item_NS)
-    return kl_penalty(logp_NS, ref_logp_NS, config.kl_kind, mask_NS, weight)
-
 # %% ../nbs/method/01_losses.ipynb #83a86327
 def _ratio_metrics(config, log_ratio_NS, advantage, mask_NS, item_NS) -> dict[str, Metric]:
     "Extremes and values of the ratios at their level, drift from the old policy, clip shares."
@@ -639,7 +629,13 @@ def policy_loss(
     terms = {"loss/policy": total(step_NS, mask_NS, counts[0])}
     metrics = _ratio_metrics(config, token_NS, advantage, mask_NS, item_NS)
     if config.kl_coef:
-        kl_NS = _kl_term(config, logp_NS, old_logp_NS, ref_logp_NS, kl_mask_NS, item_NS)
+        if ref_logp_NS is None:
+            raise ValueError(
+                f"kl_coef={config.kl_coef} needs ref_logp_NS, the reference log-probs."
+            )
+        both = logp_NS, old_logp_NS, kl_mask_NS, config.level, item_NS
+        weight = log_ratio(*both) if config.kl_importance else None
+        kl_NS = kl_penalty(logp_NS, ref_logp_NS, config.kl_kind, kl_mask_NS, weight)
         terms["loss/kl"] = config.kl_coef * total(kl_NS, kl_mask_NS, counts[1])
         metrics["kl"] = _mean(kl_NS, kl_mask_NS)
     if entropy_NS is not None:

@@ -171,7 +171,7 @@ def _fingerprint(tasks: Any) -> str | None:
     rows = getattr(tasks, "rows", None)
     if checksum := getattr(rows, "sha256", None):
         return checksum
-    if len(tasks) > SMALL or not isinstance(getattr(rows, "rows", []), (list, tuple)):
+    if len(tasks) > SMALL or getattr(rows, "on_demand", False):
         return None
     all_tasks = (tasks[i] for i in range(len(tasks)))
     told = [[getattr(t, "prompt", t), getattr(t, "columns", {})] for t in all_tasks]
@@ -198,14 +198,6 @@ def _mixture_order(counts: tuple[int, ...], epoch: int, seed: int | None = None)
     rng = np.random.default_rng(epoch if seed is None else seed_of(seed, "mixture", epoch))
     rng.shuffle(order)
     return order
-
-# %% ../nbs/method/02_stream.ipynb #17afb66e
-def _row(counts: tuple[int, ...], seed: int | None, start: int, count: int) -> np.ndarray:
-    "The taskset of `count` places from `start` on, in the endless row of epochs."
-    places = sum(counts)
-    epochs = range(start // places, (start + max(count, 1) - 1) // places + 1)
-    rows = np.concatenate([_mixture_order(counts, e, seed) for e in epochs])
-    return rows[start % places :][:count]
 
 # %% ../nbs/method/02_stream.ipynb #8bd7f4c1
 class Shares:
@@ -234,12 +226,13 @@ class Shares:
         count: int,  # how many
     ) -> np.ndarray:  # (count,) taskset of each
         "Tasksets of a stretch of places."
-        out = []
-        for i, (counts, seed) in enumerate(zip(self.counts, self.seeds)):
-            end = self.starts[i + 1] if i + 1 < len(self.counts) else start + count
-            first, stop = max(start, self.starts[i]), min(start + count, end)
-            if first < stop:
-                out.append(_row(counts, seed, int(first - self.starts[i]), int(stop - first)))
+        out, stop = [], start + count
+        stages = zip(self.counts, self.seeds, self.starts, [*self.starts[1:], stop])
+        for counts, seed, first, end in stages:
+            places = np.arange(max(start, first), min(stop, end)) - first
+            epochs, at = divmod(places, sum(counts))
+            each = np.unique(epochs).tolist()
+            out += [_mixture_order(counts, e, seed)[at[epochs == e]] for e in each]
         return np.concatenate([np.zeros(0, np.int16), *out])
 
 # %% ../nbs/method/02_stream.ipynb #dcd1894f

@@ -50,7 +50,23 @@ class Task:
 
 # %% ../nbs/method/01_tasks.ipynb #f61e1a05
 class _Rows:
-    "What a taskset reads: `row(i)`, where it stands, and several at once."
+    "What a taskset reads: the rows of a list or a generator of dicts; `origin` is its name in messages."
+
+    def __init__(self, rows: Sequence, origin: str = "list", on_demand: bool = False):
+        self.rows, self.origin = rows, origin
+        self.on_demand = on_demand  # whether a row is made when it is read
+        if not len(rows):
+            raise ValueError(f"{origin}: no rows.")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, i: int) -> dict:
+        "Row `i` as a dict."
+        if not isinstance(self.rows[i], Mapping):
+            kind = type(self.rows[i]).__name__
+            raise ValueError(f"{self.where(i)}: a row must be a dict, got {kind}.")
+        return {str(k): v for k, v in self.rows[i].items()}
 
     def where(self, i: int) -> str:
         "The place of row `i`, for messages."
@@ -62,36 +78,35 @@ class _Rows:
 
 
 class _JsonlRows(_Rows):
-    "The rows of a JSONL file, parsed one at a time when they are read."
+    "The rows of a JSONL file, parsed one at a time when they are read; `rows` are the numbers of their lines."
+
+    on_demand = False
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         data = self.path.read_bytes()
         self.sha256 = hashlib.sha256(data).hexdigest()[:16]
         self.lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")  # without byte-order mark
-        self.line_of = np.flatnonzero([not x.isspace() and bool(x) for x in self.lines])
-        if not len(self.line_of):
+        self.rows = np.flatnonzero([not x.isspace() and bool(x) for x in self.lines])
+        if not len(self.rows):
             raise ValueError(f"{self.path}: no rows ({len(data)} bytes). Is it the right file?")
-
-    def __len__(self) -> int:
-        return len(self.line_of)
 
 # %% ../nbs/method/01_tasks.ipynb #59feb6a5
 @patch
 def where(self: _JsonlRows, i: int) -> str:
     "File and line of row `i`, for messages."
-    return f"{self.path}, line {self.line_of[i] + 1}"
+    return f"{self.path}, line {self.rows[i] + 1}"
 
 # %% ../nbs/method/01_tasks.ipynb #c28a8cf1
 @patch
 def row(self: _JsonlRows, i: int) -> dict:
     "Row `i` as a dict."
     try:
-        row = json.loads(self.lines[self.line_of[i]].decode())
+        row = json.loads(self.lines[self.rows[i]].decode())
     except UnicodeDecodeError as e:
         fault = f"not UTF-8 (byte {e.start} of the row). Save the file as UTF-8."
     except (ValueError, RecursionError) as e:
-        cut_off = self.line_of[i] == len(self.lines) - 1
+        cut_off = self.rows[i] == len(self.lines) - 1
         hint = ", and the file ends inside this row: was it cut off?" if cut_off else ""
         fault = f"not valid JSON{hint} ({_json_fault(e)}). Write one JSON object per line."
     else:
@@ -102,21 +117,13 @@ def row(self: _JsonlRows, i: int) -> dict:
 
 # %% ../nbs/method/01_tasks.ipynb #73e82bea
 class _TableRows(_Rows):
-    "The rows of an Arrow table; `origin` is its name in messages."
-
-    def __init__(self, table: Any, origin: str):
-        self.table, self.origin = table, origin
-        if not len(table):
-            raise ValueError(f"{origin}: no rows.")
-
-    def __len__(self) -> int:
-        return len(self.table)
+    "The rows of an Arrow table."
 
     def row(self, i: int) -> dict:
         return self.block(i, i + 1)[0]
 
     def block(self, start: int, stop: int) -> list[dict]:
-        return self.table.slice(start, stop - start).to_pylist()
+        return self.rows.slice(start, stop - start).to_pylist()
 
 # %% ../nbs/method/01_tasks.ipynb #1dac8a7f
 def _parquet_rows(path: Path) -> _TableRows:
@@ -129,26 +136,8 @@ def _parquet_rows(path: Path) -> _TableRows:
     except pa.ArrowInvalid as e:
         raise ValueError(f"{path}: not a parquet file ({e}).") from None
 
-# %% ../nbs/method/01_tasks.ipynb #442e5d42
-class _ListRows(_Rows):
-    "The rows of a list of dicts; `origin` is its name in messages."
-
-    def __init__(self, rows: Sequence[Mapping], origin: str = "list"):
-        self.rows, self.origin = rows, origin
-        if not len(rows):
-            raise ValueError(f"{origin}: no rows.")
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def row(self, i: int) -> dict:
-        if not isinstance(self.rows[i], Mapping):
-            kind = type(self.rows[i]).__name__
-            raise ValueError(f"{self.where(i)}: a row must be a dict, got {kind}.")
-        return {str(k): v for k, v in self.rows[i].items()}
-
 # %% ../nbs/method/01_tasks.ipynb #1a9accad
-def _gym_rows(dataset: str, size: int = 1000, seed: int = 0, **config) -> _ListRows:
+def _gym_rows(dataset: str, size: int = 1000, seed: int = 0, **config) -> _Rows:
     "The problems of a reasoning-gym generator; problem i depends on seed + i and is made when it is read."
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -157,9 +146,8 @@ def _gym_rows(dataset: str, size: int = 1000, seed: int = 0, **config) -> _ListR
         raise ValueError(unknown_name("reasoning-gym dataset", dataset, DATASETS))
     config |= {"size": size, "seed": seed}
     try:
-        return _ListRows(
-            reasoning_gym.create_dataset(dataset, **config), f"reasoning-gym {dataset}"
-        )
+        problems = reasoning_gym.create_dataset(dataset, **config)
+        return _Rows(problems, f"reasoning-gym {dataset}", on_demand=True)
     except (TypeError, AssertionError) as e:
         raise ValueError(f"reasoning-gym {dataset}: settings {config} are refused: {e}") from None
 
@@ -190,8 +178,8 @@ def _each_row(rows: _Rows, size: int = 1 << 15) -> Iterator[dict]:
 # %% ../nbs/method/01_tasks.ipynb #85092822
 def _read_column(rows: _Rows, name: str) -> np.ndarray:
     "One feature of every row; of a table without making rows."
-    if isinstance(rows, _TableRows) and name in rows.table.column_names:
-        values = rows.table.column(name).to_pylist()
+    if isinstance(rows, _TableRows) and name in rows.rows.column_names:
+        values = rows.rows.column(name).to_pylist()
     else:
         values = [_field_of(row, name) for row in _each_row(rows)]
     return _feature_array(values, rows.where, name)
@@ -271,16 +259,16 @@ def _rows_of(source: Any) -> tuple[Any, str]:
         )
     kind = type(source).__name__
     if isinstance(source, (list, tuple)):
-        return _ListRows(source), "list"
+        return _Rows(source), "list"
     if kind == "Dataset" and hasattr(source, "with_format"):
         made = source.format["type"] == "custom"  # by a transform
-        how, rows = (_ListRows, [*source]) if made else (_TableRows, source.with_format("arrow")[:])
+        how, rows = (_Rows, [*source]) if made else (_TableRows, source.with_format("arrow")[:])
         return how(rows, "dataset"), str(source.split or "dataset")
     if kind == "Table" and hasattr(source, "column_names"):
         return _TableRows(source, "table"), "table"
     if kind == "DataFrame":  # pandas or polars
         rows = source.to_dicts() if hasattr(source, "to_dicts") else source.to_dict("records")
-        return _ListRows(rows, "DataFrame"), "DataFrame"
+        return _Rows(rows, "DataFrame"), "DataFrame"
     hint = "Choose a split: source['train']." if kind == "DatasetDict" else ""
     raise ValueError(
         f"Cannot make tasks of {kind}. {hint or 'Give a path, a datasets.Dataset, a pyarrow.Table or a list of dicts.'}"
@@ -309,8 +297,7 @@ class Taskset:
                 f"{rows.where(0)}: no {min(missing)!r} to rename in {', '.join(first)}."
             )
         self._task(first, 0)
-        made_on_demand = not isinstance(getattr(rows, "rows", []), (list, tuple))
-        if not made_on_demand and len(rows) <= 10**5:  # about a second
+        if not getattr(rows, "on_demand", False) and len(rows) <= 10**5:  # about a second
             for _ in self:
                 pass
 

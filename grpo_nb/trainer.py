@@ -411,7 +411,8 @@ def __init__(
             each.shard()
     self.optimizer = make_optimizer(policy, c.optimizer)
     self.generators = {k: seeded(c.seed, k) for k in ("sampling", "minibatches")}
-    self.collector = self._make_collector() if c.filter_groups.enable else None
+    fills = c.filter_groups, c.train_batch_size, c.num_generations, c.advantage, Task
+    self.collector = GroupCollector(*fills) if c.filter_groups.enable else None
 
     self.rate = c.optimizer.lr  # of the last step
     self.step_done = 0
@@ -530,14 +531,6 @@ def _open_eval_tasks(tasks: Any, config: TrainerConfig) -> Any:
 
 
 GRPO.makers = {"config": _make_config, "rewards": _make_runner, "eval_tasks": _open_eval_tasks}
-
-# %% ../nbs/method/04_trainer.ipynb #3012dac5
-@patch
-def _make_collector(self: GRPO) -> GroupCollector:
-    "What fills batches with groups that vary."
-    c = self.config
-    more = dict(advantage=c.advantage, make_task=Task)
-    return GroupCollector(c.filter_groups, c.train_batch_size, c.num_generations, **more)
 
 # %% ../nbs/method/04_trainer.ipynb #90cf4aeb
 @patch

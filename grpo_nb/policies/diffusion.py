@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy as shallow_copy
 from copy import deepcopy
-from types import SimpleNamespace
 
 import torch
 from fastcore.basics import patch
@@ -295,27 +294,19 @@ def _same_chain(self: DiffusionPolicy, r: Rollout):
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #50ef2b28
 @patch
-def _means(self: DiffusionPolicy, r: Rollout) -> tuple[SimpleNamespace, Tensor]:
-    "Rows (N * S) of present and next state, step, deviation, condition, frames, valid numbers; their means under the present weights."
+def _means(self: DiffusionPolicy, r: Rollout) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    "Mean under the present weights, next state, deviation and valid numbers of N * S steps."
     self._same_chain(r)
-    n, s = r.states["step"].shape
-    path = r.states["latents"]
+    s, path = r.states["step"].shape[1], r.states["latents"]
     flat = lambda v: v.flatten(0, 1).to(self.device)
-    repeat = lambda k: (
-        r.states[k].to(self.device).repeat_interleave(s, 0) if k in r.states else None
+    given = map(r.states.get, ("condition", "frames"))
+    condition, frames = (
+        v if v is None else v.to(self.device).repeat_interleave(s, 0) for v in given
     )
-    frames_BF = repeat("frames")
-    b = SimpleNamespace(
-        x=flat(path[:, :s]).to(self.dtype),
-        y=flat(path[:, 1 : s + 1]).to(self.dtype),
-        step=flat(r.states["step"]),
-        std=flat(r.states["std"]),
-        condition=repeat("condition"),
-        frames=frames_BF,
-        valid=self._numbers(frames_BF),
-    )
-    output = self._denoise(b.x, b.step, b.condition, b.frames)
-    return b, self.sampler.step(b.x, output, b.step)[0]
+    x, y = (flat(v).to(self.dtype) for v in (path[:, :s], path[:, 1 : s + 1]))
+    step, std = flat(r.states["step"]), flat(r.states["std"])
+    mean, _ = self.sampler.step(x, self._denoise(x, step, condition, frames), step)
+    return mean, y, std, self._numbers(frames)
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #aa0f2b8c
 @patch
@@ -334,10 +325,10 @@ def logp_and_kl(
 ) -> tuple[Tensor, Tensor]:  # (N, S) differentiable; (N, S) detached
     "Log-probs and the exact KL to the policy that sampled, from one forward pass."
     self.model.eval()
-    b, mean = self._means(rollout)
-    logp_NS = self._shaped(_gaussian_logp(b.y, mean, b.std, b.valid, self.reduce), rollout)
+    mean, y, std, valid = self._means(rollout)
+    logp_NS = self._shaped(_gaussian_logp(y, mean, std, valid, self.reduce), rollout)
     old = rollout.states["mean"].flatten(0, 1).to(mean)
-    kl_NS = self._shaped(_gaussian_kl(mean.detach(), old, b.std, b.valid), rollout)
+    kl_NS = self._shaped(_gaussian_kl(mean.detach(), old, std, valid), rollout)
     return logp_NS, kl_NS
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #feb939a7
