@@ -388,3 +388,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _first_to_tell():
             print("grpo-nb: interrupted", file=sys.stderr)
         return 130
+
+# %% ../nbs/07_cli.ipynb #36ad927f
+#| eval: false
+if __name__ == "__main__":  # python -m grpo_nb.cli
+    raise SystemExit(main())
