@@ -336,7 +336,7 @@ def _is_prose(text: str) -> bool:
     factor = rf"[(\[] ?{number} ?\|?[)\]]"  # 2(3), (2)(3), (2)3
     factors = rf"(?:(?<![_^.0-9])[0-9.]+|(?<![|\w]){factor}) ?\|?{factor}(?! ?\^)|(?<![|\w]){factor} ?[0-9]"
     odd = r"[A-Za-z]{3,}|^(?:[A-Z] ?[A-Z]|[Nn]o)$|[0-9]\s+[0-9]|[0-9)}]\s*_|(?<!\|)(?<!\| )[A-Za-z][0-9]|\.[0-9]*\.|(?<!\\)\$|['\"]"
-    odd_in_latex = r"\\(?:[lc]?dots|approx|equiv|sim|prime|phantom|gcd)(?![A-Za-z])|^~|~~|\\partial|frac\{d[^{}]*\}\{d"
+    odd_in_latex = r"\\(?:[lc]?dots|approx|equiv|sim|prime|phantom|gcd)(?![A-Za-z])|^~|~~|^(?:\\left ?)?\[[^,\]]*\]$|\\partial|frac\{d[^{}]*\}\{d"
     lines = "\\\\" in text and "\\begin" not in text
     return lines or bool(re.search(f"{odd}|{factors}", plain) or re.search(odd_in_latex, text))
 
@@ -496,7 +496,10 @@ def _false_chain(text: str, limit: int) -> bool:
 
 
 def _both_named(*texts: str) -> list[str]:
-    "Without the name in x=1, x=2 or 5=x or (x,y)=(1,2) or x \\in [1,2] if the other text has none."
+    "Without the name in x=1, x=2 or 5=x or (x,y)=(1,2) or x \\in [1,2] if the other text has none; C of (C) 8."
+    if re.fullmatch(r"\(?[A-J]\)?", texts[1]):
+        choice = r"^(?:\\text ?\{ ?)?\(?([A-J])[).](?:\s|\\ |\}|\\,|~)+[\w$].*"
+        return [re.sub(choice, r"\1", texts[0]), texts[1]]
     if sum(bool(re.search(r"[=<>]|\\in(?![A-Za-z])", text)) for text in texts) > 1:
         return [*texts]  # two equations
     name = r"((?:\\angle ?)?[A-Z]{2,3}|(?:[A-Za-z]|\\[A-Za-z]+)(?:_\w|_\{\w+\})?(?:\([^()=]*\)|\{\w+\})?|\([A-Za-z](?:, ?[A-Za-z])*\))"
@@ -519,17 +522,11 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     from math_verify.utils import timeout
     from sympy import FiniteSet, Rational
 
-    if _false_chain(found, limit):
-        return False
-    texts = _both_named(*map(_result, (found, reference)))
-    if re.fullmatch(r"\(?[A-J]\)?", texts[1]):  # C of (C) 8
-        choice = r"^(?:\\text ?\{ ?)?\(?([A-J])[).](?:\s|\\ |\}|\\,|~)+[\w$].*"
-        texts[0] = re.sub(choice, r"\1", texts[0])
+    texts = _both_named(*map(_result, ("" if _false_chain(found, limit) else found, reference)))
     (found, unit), (reference, wanted) = map(_without_unit, texts)
     pair = _quantity(found), _quantity(reference)
     units = {unit, wanted, *(q[1] for q in pair if q)} - {""}  # cm behind 5, $ before it
-    brackets = {bool(re.fullmatch(r"(\\left)? ?\[[^,]*\]", x)) for x in (found, reference)}
-    if len(units) > 1 or len(brackets) > 1:  # [1] is not 1
+    if len(units) > 1:
         return False
     same = _unspaced(found) == _unspaced(reference)
     if same or None not in pair:
@@ -541,9 +538,9 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     if gold is None and _is_prose(reference):
         return False
     gold = _read_math(reference, limit) if gold is None else gold
-    if gold is None and reference.count("{") != reference.count("}"):
-        raise ValueError(f"math-verify cannot parse the reference {reference!r}")
     if gold is None:  # sets of points, logic: the same text is right
+        if reference.count("{") != reference.count("}"):
+            raise ValueError(f"math-verify cannot parse the reference {reference!r}")
         return False
     try:
         if guess is None and found and not _is_prose(found):
