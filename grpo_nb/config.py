@@ -257,6 +257,7 @@ def _one_line(error: pydantic.ValidationError, cls: type) -> str:
     return f"{key} must be {accepts(hint)}, got {value!r}."
 
 # %% ../nbs/ground/00_config.ipynb #9aa2a510
+@functools.cache
 def _keys(cls: type, above: str = "") -> dict[str, str]:
     "The last name of every key, and the whole key; the one nearest to the top where several have it."
     found = {f.name: above + f.name for f in dataclasses.fields(cls)}

@@ -9,6 +9,7 @@ __all__ = ['HIDDEN', 'write_atomic', 'writable', 'sha256', 'finite', 'read_jsonl
 # %% ../nbs/ground/00_files.ipynb #6a3f1bb7
 import contextlib
 import errno
+import functools
 import gc
 import hashlib
 import itertools
@@ -88,8 +89,9 @@ def sha256(path: str | Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def _installed(names: Iterable[str]) -> dict[str, str]:
-    "The versions of those packages that are there."
+@functools.cache
+def _installed(*names: str) -> dict[str, str]:
+    "The versions of those packages that are there, looked up once in a process."
     found = {}
     for name in names:
         with contextlib.suppress(PackageNotFoundError):

@@ -16,7 +16,6 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +124,9 @@ def read_state(
     return state
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #1aea95e3
-@cache
 def versions() -> dict[str, str]:
     "Versions that decide whether a continuation has the same bits."
-    own = _installed(("grpo_nb", "torch", "transformers", "numpy"))
+    own = _installed("grpo_nb", "torch", "transformers", "numpy")
     return {"python": platform.python_version()} | own
 
 

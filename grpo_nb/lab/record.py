@@ -63,7 +63,7 @@ def environment(seeds: Any = None) -> dict:
         "platform": f"{platform.system()} {platform.machine()}",
         "cpus": len(affinity(0)) if affinity else os.cpu_count(),
         "processes": place()[1],
-        "packages": _installed(_PACKAGES.split()),
+        "packages": _installed(*_PACKAGES.split()),
         "seeds": plain(seeds, "seeds"),
         "torch": {
             "device": torch.cuda.get_device_name() if cuda else "cpu",
