@@ -21,6 +21,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_collection_finish():
     gc.freeze()  # modules stay: no collection has to look at them
+    gc.set_threshold(20_000, 20, 20)  # and what a training makes is seldom a circle
 
 
 # slow fixtures: the files that use them are dealt first, each to one process

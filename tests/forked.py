@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 LOADED = "pytest hypothesis grpo_nb.all grpo_nb.cli matplotlib.pyplot scipy.stats torch.nested "
-LOADED += "transformers.models.llama.modeling_llama"
+LOADED += "transformers.models.llama.modeling_llama transformers.tokenization_utils_tokenizers "
+LOADED += "transformers.convert_slow_tokenizer omegaconf torch.profiler"
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(LOADED.split())
 

@@ -554,6 +554,7 @@ NOTEBOOK = """
 import sys
 from functools import partial
 from grpo_nb.all import *
+from grpo_nb.lab.compare import Workers
 
 SCALE = float(sys.argv[2])
 
@@ -590,7 +591,10 @@ arms = {
 if __name__ == "__main__":
     base = {"policy": {"max_new_tokens": 8}, "train_batch_size": 3, "num_generations": 2}
     base |= {"eval": {"limit": 2, "samples": 1, "greedy": False}, "rewards.functions": {"five": five}}
-    study = compare(arms, base, seeds=1, budget=Steps(1), dir=sys.argv[1], workers=int(sys.argv[4]))
+    base |= {"tasks": {"train": "data:tasks/middle_dev.jsonl", "eval": "data:tasks/easy_eval.jsonl"}}
+    with Workers(1) as executor:
+        executor = executor if sys.argv[4] else None
+        study = compare(arms, base, seeds=1, budget=Steps(1), dir=sys.argv[1], executor=executor)
     assert set(study.frame()["eval_sampled"]) == {5.0}
     print(*(r["key"] for r in study.runs))
     print(*(r["curve"]["reward"][1] for r in study.runs))
@@ -608,10 +612,10 @@ def test_parts_of_a_notebook_reach_workers_and_only_what_was_edited_is_trained_a
         return keys.split(), rewards.split(), sum(t[0] == "[" for t in told)  # a line a run
 
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
-    keys, _, trained = study("0.5", "7", "2")
+    keys, _, trained = study("0.5", "7", "in a worker")
     assert trained == 5 and len(set(keys)) == 5
     # what the estimator uses, and what a partial holds, is another
-    edited, rewards, trained = study("0.25", "", "1")
+    edited, rewards, trained = study("0.25", "", "")
     assert [a == b for a, b in zip(keys, edited)] == [True, False, False, True, True]
     assert float(rewards[2]) == 1.0 and trained == 2
 

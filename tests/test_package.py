@@ -1,7 +1,9 @@
 "The package as users get it: light imports, a wheel of the package only, safe loading."
 
 import ast
+import importlib
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -54,25 +56,23 @@ def test_the_wheel_holds_the_package_with_its_data_and_runs_in_an_empty_folder(t
     assert (tmp_path / "empty/runs/quickstart").is_dir()
 
 
-def test_notebooks_and_their_modules_may_share_a_process():
+def define_again(modules):
+    for name in modules:
+        importlib.import_module(name)
+        runpy.run_module(name, run_name="__main__", alter_sys=False)
+        del sys.modules[name]
+        importlib.import_module(name)
+        importlib.reload(sys.modules[name])
+
+
+def test_notebooks_and_their_modules_may_share_a_process(tmp_path):
     "nbdev_test runs several notebooks in one process: a module and the same definitions in `__main__`, in any order."
-    code = """
-import importlib, runpy, sys
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-    runpy.run_module(name, run_name="__main__", alter_sys=False)
-    del sys.modules[name]
-    importlib.import_module(name)
-    importlib.reload(sys.modules[name])
-"""
     modules = sorted(
         ".".join(p.relative_to(ROOT).with_suffix("").parts)
         for p in (ROOT / "grpo_nb").rglob("*.py")
         if p.name != "cli.py" and not p.name.startswith("_")  # that one is a command
     )
-    command = [sys.executable, "-W", "ignore", "-c", code, *modules]
-    p = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert p.returncode == 0, p.stderr
+    forked.run(tmp_path / "out", define_again, modules)
 
 
 def test_the_package_is_the_command():

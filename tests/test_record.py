@@ -6,9 +6,7 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import textwrap
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +26,6 @@ from grpo_nb.lab.frames import _metric_row
 from grpo_nb.lab.plots import plot_run
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.lab.record import Run
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -349,25 +345,24 @@ def test_tensorboard_shows_each_step_once_also_after_a_resume(tmp_path, monkeypa
     assert not (tmp_path / "s").exists()
 
 
+def fail_with_secrets(folder):
+    os.chdir(folder)
+    config = {"judge": {"api_key": "k3y value"}, "url": "https://me:p4ssw0rd@host"}
+    config |= {"seed": {"pwd": "s33d"}}
+    with Run.create("r", config, "token=n4mevalue", wandb="offline") as run:
+        run.log(1, {"reward": 1.0})
+        run.log_samples(1, [dict(group=0, prompt="p", completion="<b>", reward=1.0)])
+        run.warn("judge", "401: key k3y value refused", tried=["--token", "fl4gvalue"])
+        raise RuntimeError("https://me:p4ssw0rd@host said no to k3y value")
+
+
 def test_a_run_directory_holds_no_secret_and_no_person(tmp_path):
     "Of the configuration, the command line, the environment and what errors say; wandb's files too."
-    code = """
-        import sys
-        from grpo_nb.lab.record import Run
-        config = {"judge": {"api_key": "k3y value"}, "url": "https://me:p4ssw0rd@host", "seed": {"pwd": "s33d"}}
-        with Run.create(sys.argv[1], config, "token=n4mevalue", wandb="offline") as run:
-            run.log(1, {"reward": 1.0})
-            run.log_samples(1, [dict(group=0, prompt="p", completion="<b>", reward=1.0)])
-            run.warn("judge", "401: key k3y value refused", tried=["--token", "fl4gvalue"])
-            raise RuntimeError("https://me:p4ssw0rd@host said no to k3y value")
-    """
-    env = {"MY_SECRET": "s3cret-value", "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), tmp_path / "r", "api_key=c0mmandline"],
-        capture_output=True, text=True, env=os.environ | env, cwd=tmp_path,
-    )  # fmt: skip
+    given = {"env": {"MY_SECRET": "s3cret-value", "WANDB_MODE": "offline"}}
+    given |= {"argv": ["api_key=c0mmandline"]}
+    forked.start(tmp_path / "out", fail_with_secrets, tmp_path, **given).join()
     run = Run.open(tmp_path / "r")
-    assert "RuntimeError" in done.stderr and run.status["state"] == "failed"
+    assert "RuntimeError" in (tmp_path / "out").read_text() and run.status["state"] == "failed"
     assert run.events().about.dropna().tolist() == ["judge"]  # and nothing about wandb
     files = [p for p in (tmp_path / "r").rglob("*") if p.is_file()]
     assert find_spec("wandb") is None or any(p.suffix == ".wandb" for p in files)
