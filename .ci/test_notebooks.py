@@ -4,6 +4,7 @@ Workers of `nbdev_test` run one notebook after another, so that a name that one 
 an imported class, would reach the next; which notebooks meet depends on the machine.
 """
 
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -32,5 +33,9 @@ def one_process_each(function, files, n_workers, pause=0, **kwargs):
 for name in LOADED:
     importlib.import_module(name)
 gc.freeze()  # the processes share these pages
+gc.set_threshold(20_000, 20, 20)
+nbdev.test.CaptureShell = functools.partial(
+    nbdev.test.CaptureShell, mpl_format="png"
+)  # as readers get it
 nbdev.test.parallel = one_process_each
 sys.exit(nbdev.test.nbdev_test(n_workers=2, timing=True))
