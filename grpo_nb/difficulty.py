@@ -18,18 +18,6 @@ from .config import Positive, Share, configuration
 def _pool_feedback(num_tasks: int, indices, values, counts=1.0) -> tuple[np.ndarray, ...]:
     "Check feedback and pool what belongs to the same task: (V,) distinct tasks, pass rates, samples."
     index, value = np.asarray(indices).reshape(-1), np.asarray(values, np.float64).reshape(-1)
-    _check_feedback(num_tasks, index, value)
-    known = ~np.isnan(value)
-    count = np.broadcast_to(np.asarray(counts, np.float64), value.shape)[known]
-    if (count <= 0).any():
-        raise ValueError("Counts must be positive: a task without samples has no pass rate.")
-    tasks, row = np.unique(index[known].astype(np.int64), return_inverse=True)
-    total = np.bincount(row, count, len(tasks))
-    mean = np.bincount(row, count * np.clip(value[known], 0, 1), len(tasks)) / total
-    return tasks, np.clip(mean, 0, 1), total
-
-# %% ../nbs/method/01_difficulty.ipynb #d7c0415c
-def _check_feedback(num_tasks: int, index: np.ndarray, value: np.ndarray) -> None:
     if len(index) != len(value):
         raise ValueError(f"{len(index)} indices for {len(value)} values: give one value per index.")
     whole = index.dtype.kind in "iu"
@@ -41,6 +29,14 @@ def _check_feedback(num_tasks: int, index: np.ndarray, value: np.ndarray) -> Non
             f"Pass rates must lie in [0, 1], got {value[bad][0]:.6g} for task {index[bad][0]}. Feed back the "
             "component that says solved or not, or rescale the reward."
         )
+    known = ~np.isnan(value)
+    count = np.broadcast_to(np.asarray(counts, np.float64), value.shape)[known]
+    if (count <= 0).any():
+        raise ValueError("Counts must be positive: a task without samples has no pass rate.")
+    tasks, row = np.unique(index[known].astype(np.int64), return_inverse=True)
+    total = np.bincount(row, count, len(tasks))
+    mean = np.bincount(row, count * np.clip(value[known], 0, 1), len(tasks)) / total
+    return tasks, np.clip(mean, 0, 1), total
 
 # %% ../nbs/method/01_difficulty.ipynb #d41cf00e
 def _bots_update(evidence_N, indices, gained_V, lamb: float, guessed_N=0.0) -> None:
@@ -87,19 +83,15 @@ class PassRateEstimator:
         if not has_models and (self.rho > 0 or weaker is not None or stronger is not None):
             raise ValueError("Give weaker and stronger, two reference models, or leave rho at 0.")
         for column in (weaker, stronger) if has_models else ():
-            _check_rates(column, num_tasks)
+            low, high = np.min(column), np.max(column)
+            if np.shape(column) != (num_tasks,) or not (low >= 0 and high <= 1):
+                raise ValueError(
+                    f"Features are pass rates of a weaker and a stronger reference model, one for each of {num_tasks} tasks, and must "
+                    f"lie in [0, 1], got {np.shape(column)} of {low}..{high}. Rescale the columns, or use a selector that needs no reference models (thompson)."
+                )
         self.num_tasks, self.weaker, self.stronger = num_tasks, weaker, stronger
         self.solved_N, self.unsolved_N = np.zeros(num_tasks), np.zeros(num_tasks)
         self.interpolation = None  # nothing known yet
-
-# %% ../nbs/method/01_difficulty.ipynb #7e2adf62
-def _check_rates(column: np.ndarray, num_tasks: int) -> None:
-    low, high = np.min(column), np.max(column)
-    if np.shape(column) != (num_tasks,) or not (low >= 0 and high <= 1):
-        raise ValueError(
-            f"Features are pass rates of a weaker and a stronger reference model, one for each of {num_tasks} tasks, and must "
-            f"lie in [0, 1], got {np.shape(column)} of {low}..{high}. Rescale the columns, or use a selector that needs no reference models (thompson)."
-        )
 
 # %% ../nbs/method/01_difficulty.ipynb #85db32ce
 @patch

@@ -106,17 +106,6 @@ def make_relevance_reward(
 
     return _rank_reward("relevance", parser, ["relevant"], values, missing, error, penalties)
 
-# %% ../nbs/method/02_ranking.ipynb #96829837
-def _read_risks(risks: Mapping) -> dict[tuple, dict[str, float]]:
-    "The table by film; a film with two different entries is refused."
-    found = {}
-    for film, risk in risks.items():
-        risk = {t: check_number(f"The risk {t!r} of {film!r}", v, 0, 1) for t, v in risk.items()}
-        first, known = found.setdefault(film_key(film), (film, risk))
-        if known != risk:
-            raise ValueError(f"{first!r} and {film!r} are one film with two entries: keep one.")
-    return {key: risk for key, (_, risk) in found.items()}
-
 # %% ../nbs/method/02_ranking.ipynb #7a781613
 class SafetyOracle:
     "Which films violate a user's wishes."
@@ -131,7 +120,15 @@ class SafetyOracle:
         if not isinstance(self.unknown, Real) or not 0 <= self.unknown <= 1:
             raise ValueError(f"unknown must be 'safe', 'unsafe' or in [0, 1], got {unknown!r}.")
         self.threshold = check_number("threshold", threshold, 0, 1)
-        self.risks = _read_risks(risks)
+        found = {}  # by film; one with two different entries is refused
+        for film, risk in risks.items():
+            risk = {
+                t: check_number(f"The risk {t!r} of {film!r}", v, 0, 1) for t, v in risk.items()
+            }
+            first, known = found.setdefault(film_key(film), (film, risk))
+            if known != risk:
+                raise ValueError(f"{first!r} and {film!r} are one film with two entries: keep one.")
+        self.risks = {key: risk for key, (_, risk) in found.items()}
         self.titles = Titles(self.risks)
         self.traits = sorted({t for risk in self.risks.values() for t in risk})
 

@@ -90,9 +90,6 @@ class _Failure:
     message: str
 
 
-_COUNTS = ("n_ok", "n_none", "n_error", "n_timeout", "n_nonfinite")
-
-
 class _RewardRecord:
     "Rewards and outcomes of one batch, by component and sample."
 
@@ -159,20 +156,14 @@ def _file(self: _RewardRecord, n: int, r: int, value: list[float], result: _Call
     if policy in ("shape", "raise"):
         hint = "" if policy == "shape" else f" Use on_{outcome}='skip' (NaN) or a number to go on."
         raise RewardError(where + hint) from result.error
-    self._stop_if_most_fail(name, result.error)
-    return [np.nan if policy == "skip" else float(policy)]
-
-# %% ../nbs/method/03_reward_runner.ipynb #cbf3c669
-@patch
-def _stop_if_most_fail(self: _RewardRecord, name: str, error: BaseException | None) -> None:
-    "A RewardError once a component fails on too much of the batch."
     failed = self.failed(name)
     if len(failed) > self.config.max_error_share * self.n:
         causes = Counter(f.message.split(" (line")[0] for f in failed)
         raise RewardError(
             f"Reward {name!r} failed on {len(failed)} of {self.n} samples, more than max_error_share="
             f"{self.config.max_error_share:g}. Most frequent: {causes.most_common(1)[0][0]}."
-        ) from error
+        ) from result.error
+    return [np.nan if policy == "skip" else float(policy)]
 
 # %% ../nbs/method/03_reward_runner.ipynb #dc1c95d9
 @patch
@@ -185,7 +176,8 @@ def _outcome_metrics(self: _RewardRecord, table: np.ndarray) -> dict[str, float]
         seen = Counter(outcomes)
         p50, p95, most = np.percentile(ms or [np.nan], [50, 95, 100])
         times = {"mean_ms": np.mean(ms or np.nan), "p50_ms": p50, "p95_ms": p95, "max_ms": most}
-        out |= {f"reward/{name}/{k}": seen[k[2:]] for k in _COUNTS}
+        kinds = ("ok", "none", "error", "timeout", "nonfinite")
+        out |= {f"reward/{name}/n_{k}": seen[k] for k in kinds}
         out |= {f"reward/{name}/{k}": float(v) for k, v in times.items()}
     return out
 

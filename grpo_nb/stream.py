@@ -123,47 +123,46 @@ def check_tasks(
     unseen = _OF_MODELS & {*getattr(tasks, "column_names", ())} - {*needs} if encode else ()
     if unseen:
         warnings.warn(f"The model does not see the columns {sorted(unseen)}.", stacklevel=3)
+
+    def check(some: list):
+        for task in some:
+            if hasattr(task, "columns"):
+                _check_columns(task, needs, kinds, checks)
+            if encode is not None and not hasattr(task, "prompt"):
+                raise ValueError(f"a task has a prompt, got {task!r:.60}.")
+        if encode is not None:
+            encode([task.prompt for task in some])
+
     for start in range(0, len(tasks), 1024):
         part = tasks[start : start + 1024]
-        for i, task in enumerate(part, start):
-            if hasattr(task, "columns") and (fault := _fault(task, needs, kinds, checks)):
-                raise ValueError(f"{where(i)}: {fault}")
-        if encode is None:
-            continue
-        if odd := [i for i, t in enumerate(part) if not hasattr(t, "prompt")]:
-            got = part[odd[0]]
-            raise ValueError(f"{where(start + odd[0])}: a task has a prompt, got {got!r:.60}.")
         try:
-            encode([t.prompt for t in part])
+            check(part)
         except Exception:
             for i, task in enumerate(part, start):  # which one was it?
                 try:
-                    encode([task.prompt])
+                    check([task])
                 except Exception as e:
                     raise ValueError(f"{where(i)}: {e}") from None
             raise
 
 
-def _fault(task: Any, needs: Sequence[str], kinds: dict[str, str], checks) -> str | None:
-    "What is wrong with the columns of a task; the first row says of what kind a column is."
+def _check_columns(task: Any, needs: Sequence[str], kinds: dict[str, str], checks) -> None:
+    "Error for columns that a reward cannot read; the first row says of what kind a column is."
     for name in needs:
         *path, last = [name] if name in task.columns else name.split(".")
         holder = _field_of(task.columns, ".".join(path)) if path else task.columns
         if name in kinds and isinstance(holder, Mapping) and last not in holder:
-            return f"no column {name!r}, which a reward reads; there are {', '.join(task.columns) or 'none'}."
+            there = ", ".join(task.columns) or "none"
+            raise ValueError(f"no column {name!r}, which a reward reads; there are {there}.")
         value = _field_of(task.columns, name)
-        kind = next((k for k, t in _SHAPES.items() if isinstance(value, t)), "one value")
+        kind = "list" if isinstance(value, (list, tuple)) else "one value"
+        kind = "dict" if isinstance(value, Mapping) else kind
         if value is not None and kinds.setdefault(name, kind) != kind:
-            return f"column {name!r} holds {value!r:.40} ({kind}), in the rows before it is {kinds[name]}."
-    try:
-        for check in checks:
-            check({**task.columns, **{k: _field_of(task.columns, k) for k in needs}})
-    except ValueError as e:
-        return str(e)
-    return None
-
-
-_SHAPES = {"dict": Mapping, "list": (list, tuple)}
+            raise ValueError(
+                f"column {name!r} holds {value!r:.40} ({kind}), in the rows before it is {kinds[name]}."
+            )
+    for check in checks:
+        check({**task.columns, **{k: _field_of(task.columns, k) for k in needs}})
 
 # %% ../nbs/method/02_stream.ipynb #67498fef
 def _fingerprint(tasks: Any) -> str | None:
