@@ -21,8 +21,9 @@ from torch import Tensor
 
 from .advantages import AdvantageConfig, _as_trained, weights_by_name
 from .config import build_config, check_number
-from .core import Groups, Rollout, concat, group_stats, rollout_from_state, rollout_to_state
-from .filter_groups import FilterGroupsConfig, GroupDecision, adaptive_cap, decide
+from .core import Groups, Rollout, concat, group_stats
+from .files import pack, unpack
+from .filter_groups import FilterGroupsConfig, GroupDecision, _adaptive_cap, decide
 from .filter_groups import expected_gen_batches, _next_batch_size, varies
 from .filter_groups import _weighted_components
 
@@ -162,7 +163,7 @@ def _settle(self: GroupCollector):
     limit = config.max_num_gen_batches if config.max_num_gen_batches > 0 else math.inf
     if config.adaptive_cap:
         need, filtered = max(self.train_batch_size - t["carried_in"], 0), t["groups"] - t["kept"]
-        limit = adaptive_cap(need, self.full_size, filtered, t["groups"], t["batches"], limit)
+        limit = _adaptive_cap(need, self.full_size, filtered, t["groups"], t["batches"], limit)
     self.status = "full" if full else "cap" if t["batches"] >= limit else "open"
 
 # %% ../nbs/method/02_collector.ipynb #38142b20
@@ -483,10 +484,10 @@ def state_dict(self: GroupCollector) -> dict:  # {"json": ..., "tensors": {name:
     told |= {name: copy.deepcopy(getattr(self, name)) for name in _PLAIN}
     tensors: dict[str, Tensor] = {}
     for name in _ROLLOUTS:
-        parts = [rollout_to_state(r, f"{name}.{i}.") for i, r in enumerate(getattr(self, name))]
-        told[name] = [part["json"] for part in parts]
-        for part in parts:
-            tensors |= part["tensors"]
+        told[name] = [
+            {k: pack(v, f"{name}.{i}.{k}", tensors) for k, v in vars(rollout).items()}
+            for i, rollout in enumerate(getattr(self, name))
+        ]
     return {"json": told, "tensors": tensors}
 
 # %% ../nbs/method/02_collector.ipynb #3a521b0a
@@ -503,6 +504,14 @@ def load_state_dict(
     self.tally = Counter(told["tally"])
     for name in _PLAIN:
         setattr(self, name, told[name])
+
+    def rollout(stored: dict) -> Rollout:
+        if odd := stored.keys() ^ {f.name for f in dataclasses.fields(Rollout)}:
+            raise ValueError(
+                f"The stored rollout and this version differ in the fields {sorted(odd)}."
+            )
+        own = {k: unpack(v, state["tensors"], self.make_task) for k, v in stored.items()}
+        return Rollout(**own)
+
     for name in _ROLLOUTS:
-        parts = [{"json": part, "tensors": state["tensors"]} for part in told[name]]
-        setattr(self, name, [rollout_from_state(p, self.make_task) for p in parts])
+        setattr(self, name, list(map(rollout, told[name])))

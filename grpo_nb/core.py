@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ONE_THREAD', 'Groups', 'GroupStats', 'group_stats', 'weighted_sum', 'masked_sum', 'masked_mean', 'Registry',
-           'seed_of', 'seeded', 'seed_globally', 'Rollout', 'pad_to', 'concat', 'own_rows', 'rollout_to_state',
-           'rollout_from_state', 'minibatches', 'Policy', 'sample_in_shares', 'check_finite']
+           'seed_of', 'seeded', 'seed_globally', 'Rollout', 'pad_to', 'concat', 'own_rows', 'minibatches', 'Policy',
+           'sample_in_shares']
 
 # %% ../nbs/method/00_core.ipynb #d55f1d33
 import contextlib
@@ -13,7 +13,7 @@ import hashlib
 import threading
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,7 +22,6 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .config import check_call, check_number, unknown_name
-from .files import pack, unpack
 from .processes import _check_same, _gather_results, place, share
 
 # %% ../nbs/method/00_core.ipynb #1a4b8826
@@ -477,27 +476,6 @@ def _weights_at_hand(policy: Any) -> contextlib.AbstractContextManager:
     "Inside, a policy with sharded weights runs without the other processes, which enter together with this one."
     return getattr(policy, "gathered", contextlib.nullcontext)()
 
-# %% ../nbs/method/00_core.ipynb #a0c2b248
-def rollout_to_state(
-    rollout: Rollout,  # what to store
-    prefix: str = "",  # put before the names of the tensors
-) -> dict:  # {"json": ..., "tensors": {name: tensor}}
-    "A rollout as JSON and plain tensors; nothing is rounded."
-    tensors: dict[str, Tensor] = {}
-    described = {k: pack(v, prefix + k, tensors) for k, v in vars(rollout).items()}
-    return {"json": described, "tensors": tensors}
-
-# %% ../nbs/method/00_core.ipynb #9b044bf4
-def rollout_from_state(
-    state: Mapping,  # from `rollout_to_state`
-    make_task: Callable | None = None,  # builds a task of prompt, columns, taskset_id, index
-) -> Rollout:
-    "The rollout that `rollout_to_state` stored, bit for bit."
-    if odd := set(state["json"]) ^ {f.name for f in fields(Rollout)}:
-        raise ValueError(f"The stored rollout and this version differ in the fields {sorted(odd)}.")
-    stored = {k: unpack(v, state["tensors"], make_task) for k, v in state["json"].items()}
-    return Rollout(**stored)
-
 # %% ../nbs/method/00_core.ipynb #8e9795fb
 def minibatches(
     rollout: Rollout,  # what to split
@@ -569,10 +547,7 @@ def sample_in_shares(
         return concat([x for x in parts if len(x)])
 
 # %% ../nbs/method/00_core.ipynb #8affe84a
-def check_finite(
-    model: torch.nn.Module,  # that sampled
-    logp: Tensor,  # log-probs of its samples
-):
+def _check_finite(model: torch.nn.Module, logp: Tensor):
     "A FloatingPointError that names the broken weights, if samples have no finite log-prob."
     if logp.isfinite().all():
         return

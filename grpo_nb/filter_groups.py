@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RULES', 'varies', 'GroupDecision', 'keep_groups', 'UnknownFilterMetric', 'resolve_metric', 'FilterGroupsConfig',
-           'decide', 'p_dead', 'expected_gen_batches', 'recommend', 'adaptive_cap']
+           'decide', 'p_dead', 'expected_gen_batches', 'recommend']
 
 # %% ../nbs/method/01_filter_groups.ipynb #d0010ae5
 import math
@@ -392,28 +392,19 @@ def recommend(
     return f"Expect {f:.0%} of the groups to be filtered: {drop:.1f} generation batches per step, {carry:.1f} with carry-over."
 
 # %% ../nbs/method/01_filter_groups.ipynb #9ab12492
-def adaptive_cap(
-    need: int,  # groups the step has to collect
-    gen_batch_size: int,  # groups per generation batch
-    filtered: int,  # groups filtered so far in this step
-    total: int,  # groups generated so far in this step
-    num_gen_batches: int,  # generation batches so far
-    hard: float = math.inf,  # limit that is never exceeded
+def _adaptive_cap(
+    need: int, gen_batch_size: int, filtered: int, total: int, batches: int, hard: float = math.inf
 ) -> float:
-    "Generation batches a step may take, from the filter rate seen in it."
+    "Generation batches a step may take, at most `hard`, that needs so many groups and has filtered so many of the total."
     if total and filtered == total:
-        return min(hard, num_gen_batches) if num_gen_batches >= 2 else hard
-    f = _filter_rate(filtered, total)
+        return min(hard, batches) if batches >= 2 else hard
+    f = filtered / (total + 1)
     expected = math.ceil(need / (gen_batch_size * (1 - f)) - 1e-9)  # 1e-9: rounding
     return min(hard, expected + 2)
-
-
-def _filter_rate(filtered: float, total: float) -> float:
-    return filtered / (total + 1)
 
 # %% ../nbs/method/01_filter_groups.ipynb #025d4363
 def _next_batch_size(missing: int, filtered: float, total: float, most: int = 1 << 30) -> int:
     "Prompts to sample next so that about `missing` groups survive the filter."
-    f = _filter_rate(filtered, total)
+    f = filtered / (total + 1)
     wanted = math.ceil(1.1 * missing / (1 - f) - 1e-9)
     return max(1, min(most, wanted))

@@ -33,15 +33,11 @@ class Task:
     taskset_id: str = ""  # which taskset it belongs to
     index: int = 0  # its place there
 
-    @property
-    def key(self) -> tuple[str, int]:
-        "What identifies the task in every other stage."
-        return self.taskset_id, self.index
-
     def __getitem__(self, name: str) -> Any:
         "The field `name`; a missing one is a ValueError that lists what there is."
         if name not in self.columns:
-            raise ValueError(unknown_name(f"field of task {self.key}", name, self.columns))
+            kind = f"field of task {(self.taskset_id, self.index)}"
+            raise ValueError(unknown_name(kind, name, self.columns))
         return self.columns[name]
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..config import one_of
-from ..core import Rollout, check_finite
+from ..core import Rollout, _check_finite
 from .samplers import Sampler, per_row, _wide_dtype
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #1fddf597
@@ -269,7 +269,7 @@ def _rollout(
     more = {"condition": condition_N, "frames": frames_NF}
     final, length_N = x.cpu(), [None] * n if frames_NF is None else frames_NF.sum(1).tolist()
     old_logp_NS = logp_NS.cpu()
-    check_finite(self.model, x)
+    _check_finite(self.model, x)
     if self.reduce == "trajectory":
         old_logp_NS = old_logp_NS.sum(1, keepdim=True)
     return Rollout(

@@ -93,18 +93,14 @@ class Sampler:
         most = 1 if self.scheme == "ddim" else math.inf
         noise = check_number(f"noise of {self.scheme!r}", self.noise, 0, most)
         object.__setattr__(self, "noise", noise)
-        known = ("x0", "flow", "eps") if self.by_sigma else ("x0", "eps", "v")
+        by_sigma = self.scheme == "flow"
+        known = ("x0", "flow", "eps") if by_sigma else ("x0", "eps", "v")
         one_of(f"prediction for {self.scheme!r}", self.prediction, known)
-        if self.prediction == "eps" and self.by_sigma and max(self.level_T) >= 1:
+        if self.prediction == "eps" and by_sigma and max(self.level_T) >= 1:
             raise ValueError("At sigma = 1 the state is pure noise: predict 'flow' or 'x0'.")
 
     def __len__(self) -> int:
         return len(self.time_T)
-
-    @property
-    def by_sigma(self) -> bool:
-        "Whether levels are sigmas (flow) or signal levels ab."
-        return self.scheme == "flow"
 
     def table(self, values: Sequence[float], step_B: Tensor) -> Tensor:
         "One of the sampler's columns at given steps, float64."
@@ -113,7 +109,8 @@ class Sampler:
     def factors(self, step_B: Tensor) -> tuple[Tensor, Tensor]:
         "Factors of clean sample and noise in the state before each step."
         level = self.table(self.level_T, step_B)
-        return (1 - level, level) if self.by_sigma else (level.sqrt(), (1 - level).sqrt())
+        flow = self.scheme == "flow"  # its levels are sigmas
+        return (1 - level, level) if flow else (level.sqrt(), (1 - level).sqrt())
 
 # %% ../../nbs/method/02_policies.samplers.ipynb #20bafb26
 @patch

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..config import check_number, _check_options, one_of
-from ..core import Groups, Rollout, check_finite, pad_to, seeded
+from ..core import Groups, Rollout, _check_finite, pad_to, seeded
 from .decoding import FLOOR, Network, draw, _shape_logits
 from .decoding import _left_padded, _rows_of, _take
 from .loading import add_lora, load_model, merge_lora, _upload, _asked_autocast
@@ -531,7 +531,7 @@ def sample(
     index_N = torch.arange(len(tasks)).repeat_interleave(num_generations)
     draw = self._draw if self.engine is None else self._draw_remote
     token, mask, logp, entropy, *sampler = draw(ids_PL, length_P, index_N, generator, greedy)
-    check_finite(self.model, logp)
+    _check_finite(self.model, logp)
     width = int(mask.sum(1).max())
     token, mask, logp = (x[:, :width] for x in (token, mask, logp))
     last = token.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
