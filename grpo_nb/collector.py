@@ -241,7 +241,7 @@ def _warn_of_batch(self: GroupCollector, decision: GroupDecision):
     graded = int(((values != 0) & (values != 1) & ~values.isnan()).sum())
     invalid = int(values.isnan().all(1).sum())
     dropped, kept = (self.tally[f"{k}_signal"] for k in ("dropped_with", "kept_without"))
-    cause, why = _likely_cause(decision.counts())
+    cause, why = _likely_cause(Counter(decision.reasons))
     holds = {
         "acc": graded and self.config.metrics == ("acc",),
         "nan": invalid,
@@ -283,7 +283,7 @@ def _count(self: GroupCollector, rollout: Rollout, decision: GroupDecision):
         std_sum=float(std_P.nansum()),
         std_groups=int((~std_P.isnan()).sum()),
     )
-    self.reasons.update(decision.counts())
+    self.reasons.update(decision.reasons)
     self.filter_rate = [self.filter_rate[0] + groups - kept, self.filter_rate[1] + groups]
     self.gen_steps += 1
 

@@ -54,18 +54,6 @@ def _column_stats(x_NC: Tensor, groups: Groups) -> GroupStats:
     return stats
 
 # %% ../nbs/method/01_filter_groups.ipynb #5d6d95e4
-_REASONS = (
-    "constant",  # neither at the top nor at the bottom
-    "all_low",  # constant at the bottom: out of reach
-    "all_high",  # constant at the top: solved
-    "narrow",  # varies by no more than min_spread
-    "cancelled",  # varies, but the rule sees no signal: components that cancel
-    "kept",  # the metric varies
-    "single",  # one valid value (kept or not by `singles`)
-    "invalid",  # no valid value
-)
-
-
 @dataclass(frozen=True)
 class GroupDecision:
     "Which of P groups are kept, and why."
@@ -75,7 +63,7 @@ class GroupDecision:
     stats: GroupStats  # (P, C) of these numbers; the deviation has ddof 0 and is exactly 0 for constant groups
     signal_P: Tensor  # bool: the rule sees something to learn from, whatever the other options say
     keep_P: Tensor  # bool
-    reason_P: Tensor  # index into the reasons
+    reasons: list[str]  # (P) see `_reasons`
 
     @property
     def keep_N(self) -> Tensor:
@@ -85,15 +73,6 @@ class GroupDecision:
     @property
     def num_kept(self) -> int:
         return int(self.keep_P.sum())
-
-    def reasons(self) -> list[str]:
-        "The reason of each group by name."
-        return [_REASONS[i] for i in self.reason_P.tolist()]
-
-    def counts(self) -> dict[str, int]:
-        "Groups per reason."
-        count = torch.bincount(self.reason_P, minlength=len(_REASONS)).tolist()
-        return {name: n for name, n in zip(_REASONS, count) if n}
 
 # %% ../nbs/method/01_filter_groups.ipynb #98be2b0e
 def keep_groups(
@@ -111,30 +90,27 @@ def keep_groups(
     differs_P = varies(values_NC, groups, min_spread)
     signal_P = (differs_P if signal_P is None else signal_P) & (valid_P > 1)
     keep_P = signal_P | (valid_P == 1) & (one_of("singles", singles, ("keep", "drop")) == "keep")
-    reason_P = _reasons(stats, differs_P, signal_P)
-    return GroupDecision(groups, values_NC, stats, signal_P, keep_P, reason_P)
+    reasons = _reasons(stats, differs_P, signal_P)
+    return GroupDecision(groups, values_NC, stats, signal_P, keep_P, reasons)
 
 # %% ../nbs/method/01_filter_groups.ipynb #80515078
-def _reasons(stats: GroupStats, differs_P: Tensor, signal_P: Tensor) -> Tensor:
-    "Index into the reasons of each group."
+def _reasons(stats: GroupStats, differs_P: Tensor, signal_P: Tensor) -> list[str]:
+    "Of each group the first reason that holds; constant: neither at the top nor at the bottom."
     low_C = stats.min.nan_to_num(torch.inf).amin(0)
     high_C = stats.max.nan_to_num(-torch.inf).amax(0)
     unit_C = (low_C >= 0) & (high_C <= 1)
     low, high = torch.where(unit_C, 0.0, low_C), torch.where(unit_C, 1.0, high_C)
     valid_P, none_PC = stats.count.amax(1), stats.count == 0
     where = {
-        "all_low": ((stats.max <= low) & (high > low) | none_PC).all(1),
-        "all_high": ((stats.min >= high) & (high > low) | none_PC).all(1),
-        "narrow": (stats.spread > 0).any(1) & ~differs_P,
-        "cancelled": differs_P & ~signal_P,
+        "invalid": valid_P == 0,  # no valid value
+        "single": valid_P == 1,  # kept or not by `singles`
         "kept": signal_P,
-        "single": valid_P == 1,
-        "invalid": valid_P == 0,
+        "cancelled": differs_P & ~signal_P,  # varies, but the rule sees no signal
+        "narrow": (stats.spread > 0).any(1) & ~differs_P,  # varies by no more than min_spread
+        "all_high": ((stats.min >= high) & (high > low) | none_PC).all(1),  # solved
+        "all_low": ((stats.max <= low) & (high > low) | none_PC).all(1),  # out of reach
     }
-    reason_P = torch.zeros_like(valid_P)
-    for name, groups_P in where.items():
-        reason_P[groups_P] = _REASONS.index(name)
-    return reason_P
+    return np.select([x.cpu().numpy() for x in where.values()], list(where), "constant").tolist()
 
 # %% ../nbs/method/01_filter_groups.ipynb #e9c489c8
 class UnknownFilterMetric(KeyError, ValueError):

@@ -190,7 +190,6 @@ class _ListItem:
     token_start: int  # first token of the item
     token_end: int  # one past its last token; equal to token_start if a neighbour owns all its text
     status: str  # one of STATUSES
-    malformed: bool = False  # also true of malformed overflow lines
 
 # %% ../nbs/method/01_list_parsing.ipynb #a3a08111
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ class ParsedList:
     @property
     def parse_error(self) -> bool:
         "True if no rank holds a well-formed item."
-        return all(item.malformed for item in self.ranked)
+        return all(item.status == "malformed" for item in self.ranked)
 
     @property
     def status_K(self) -> list[int]:
@@ -301,7 +300,7 @@ def __call__(
             continue
         owner.append(len(found))
         status = self._status(read, owner[-1], seen, listed)
-        found.append((*(read or (line.strip(), None)), status, read is None))
+        found.append((*(read or (line.strip(), None)), status))
     item_S, spans = _token_spans(touched_S, owner, len(found))
     items = tuple(_ListItem(*f[:2], *span, *f[2:]) for f, span in zip(found, spans))
     return ParsedList(self.num_ranks, items, np.where(item_S >= self.num_ranks, -1, item_S))

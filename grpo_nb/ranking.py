@@ -151,7 +151,7 @@ def _violation_matrix(lists, oracle: SafetyOracle, avoid, num_ranks: int) -> np.
     value_NK = np.zeros((len(lists), num_ranks))
     for n, (parsed, traits) in enumerate(zip(lists, avoid, strict=True)):
         for k, item in enumerate(parsed.ranked):
-            if not item.malformed:
+            if item.status != "malformed":
                 value_NK[n, k] = oracle.violates(item.title, item.year, traits)
     return value_NK
 
@@ -257,7 +257,7 @@ def _safety_metrics(lists, avoid, oracle) -> dict:
     d_K = discounts(lists[0].num_ranks)
     read_NK, known_NK = np.zeros((2, len(lists), len(d_K)), dtype=bool)
     for i, x in enumerate(lists):
-        read_NK[i, : len(x.ranked)] = [not t.malformed for t in x.ranked]
+        read_NK[i, : len(x.ranked)] = [t.status != "malformed" for t in x.ranked]
         known = [oracle.titles.find(t.title, t.year) is not None for t in x.ranked]
         known_NK[i, : len(x.ranked)] = known
     bad_NK = known_NK * _violation_matrix(lists, oracle, avoid, len(d_K))

@@ -11,6 +11,7 @@ What this leaves out: tuning of anything but the learning rate, other models, lo
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +88,7 @@ def pool(level: str, tasks: int = 120, samples: int = 32) -> dict:
     draw = lambda n, name: trainer.rewards(trainer.policy.sample(some, n, seeded(0, name)))
     right = draw(samples, "pool").rewards_NR.view(len(some), samples).sum(1).int()
     fresh = draw(G, "groups")
-    found = keep_groups(fresh.rewards_NR, fresh.group_N).counts()
+    found = Counter(keep_groups(fresh.rewards_NR, fresh.group_N).reasons)
     return {"samples": samples, "right": right.tolist(), "groups": found}
 
 
