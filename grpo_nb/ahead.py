@@ -47,11 +47,10 @@ class _ReadAhead:
             if prompts:
                 self.engine.read_ahead(policy, prompts, config.num_generations, seeds)
 
-    def on_step_error(self, trainer: GRPO, error: BaseException):
+    def on_fit_end(self, trainer: GRPO, error: BaseException | None = None):
         self.engine.forget()
 
-    def on_fit_end(self, trainer: GRPO):
-        self.engine.forget()
+    on_step_error = on_fit_end
 
 # %% ../nbs/method/05_ahead.ipynb #efbb72e9
 def _check_ahead(config: TrainerConfig, stream: Any, engine: Any) -> bool:

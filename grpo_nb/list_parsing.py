@@ -211,10 +211,9 @@ class ParsedList:
         return all(item.status == "malformed" for item in self.ranked)
 
     @property
-    def status_K(self) -> list[int]:
-        "Index into STATUSES of each rank, -1 = the list has no such rank."
-        found = [STATUSES.index(item.status) for item in self.ranked]
-        return found + [-1] * (self.num_ranks - len(found))
+    def status_K(self) -> list[str]:
+        "The status of each rank, empty where the list has no such rank."
+        return [x.status for x in self.ranked] + [""] * (self.num_ranks - len(self.ranked))
 
 # %% ../nbs/method/01_list_parsing.ipynb #8d34614a
 class ListParser:

@@ -72,7 +72,6 @@ def _rank_reward(
     if not (isinstance(missing, float) and math.isnan(missing)):
         missing = check_number("missing", missing)
     error = check_number("error", error)
-    cost = np.array([penalties.get(s, 0.0) for s in STATUSES] + [0.0])  # -1 reads the last entry
 
     def reward(prompts, completions, **columns):
         seen = _task_column(columns, "seen", len(completions), required=False)
@@ -80,9 +79,10 @@ def _rank_reward(
         if not lists:
             return []
         found = [_task_column(columns, c, len(lists)) for c in needed]
-        status_NK = np.array([x.status_K for x in lists])
-        value_NK = values(lists, *found) - cost[status_NK]
-        rows_NK = np.where(status_NK < 0, missing, value_NK) + 0.0  # no -0.0
+        status_NK = [x.status_K for x in lists]
+        cost_NK = np.array([[penalties.get(s, 0.0) for s in row] for row in status_NK])
+        value_NK = values(lists, *found) - cost_NK
+        rows_NK = np.where(np.array(status_NK) == "", missing, value_NK) + 0.0  # no -0.0
         rows_NK = np.where([[x.parse_error] for x in lists], error, rows_NK)
         applies_N = [any(x is not None for x in row) for row in zip(*found)] if found else True
         return np.where(np.reshape(applies_N, (-1, 1)), rows_NK, np.nan).tolist()
@@ -227,8 +227,8 @@ def ranking_metrics(
     if avoid is not None:
         out |= _safety_metrics(lists, avoid, oracle)
     status_NK = np.array([x.status_K for x in lists])
-    for i, name in enumerate(STATUSES[1:-1], 1):
-        rate = float((status_NK == i).sum() / max((status_NK >= 0).sum(), 1))
+    for name in STATUSES[1:-1]:
+        rate = float((status_NK == name).sum() / max((status_NK != "").sum(), 1))
         out["out_of_catalogue" if name == "unknown" else name] = rate
     out["parse_error"] = float(np.mean([x.parse_error for x in lists]))
     out["length"] = float(np.mean([len(x.items) for x in lists]))
@@ -255,9 +255,9 @@ def _relevance_metrics(lists, relevant) -> dict:
 def _safety_metrics(lists, avoid, oracle) -> dict:
     "Violations among readable items; titles that the oracle does not know are counted apart."
     d_K = discounts(lists[0].num_ranks)
-    read_NK, known_NK = np.zeros((2, len(lists), len(d_K)), dtype=bool)
+    read_NK = ~np.isin([x.status_K for x in lists], ["", "malformed"])
+    known_NK = np.zeros_like(read_NK)
     for i, x in enumerate(lists):
-        read_NK[i, : len(x.ranked)] = [t.status != "malformed" for t in x.ranked]
         known = [oracle.titles.find(t.title, t.year) is not None for t in x.ranked]
         known_NK[i, : len(x.ranked)] = known
     bad_NK = known_NK * _violation_matrix(lists, oracle, avoid, len(d_K))
