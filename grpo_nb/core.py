@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ONE_THREAD', 'Groups', 'GroupStats', 'group_stats', 'weighted_sum', 'masked_sum', 'masked_mean', 'Registry',
-           'seed_of', 'seeded', 'seed_globally', 'Rollout', 'pad_to', 'concat', 'own_rows', 'minibatches', 'Policy',
+           'seed_of', 'seeded', 'seed_globally', 'Rollout', 'pad_to', 'concat', 'minibatches', 'Policy',
            'sample_in_shares']
 
 # %% ../nbs/method/00_core.ipynb #d55f1d33
@@ -464,18 +464,6 @@ def concat(rollouts: Sequence[Rollout]) -> Rollout:
     )
     return first.map(_join, *rest)
 
-# %% ../nbs/method/00_core.ipynb #f8f3a19b
-def own_rows(rollout: Rollout) -> list[int]:
-    "The samples that are this process's to reward: whole groups."
-    index_N = Groups.of(rollout.group_N).index_N
-    mine = share(len(index_N.unique()))
-    return ((mine.start <= index_N) & (index_N < mine.stop)).nonzero()[:, 0].tolist()
-
-# %% ../nbs/method/00_core.ipynb #c9ab98a6
-def _weights_at_hand(policy: Any) -> contextlib.AbstractContextManager:
-    "Inside, a policy with sharded weights runs without the other processes, which enter together with this one."
-    return getattr(policy, "gathered", contextlib.nullcontext)()
-
 # %% ../nbs/method/00_core.ipynb #8e9795fb
 def minibatches(
     rollout: Rollout,  # what to split
@@ -545,6 +533,11 @@ def sample_in_shares(
         parts = _gather_results(lambda: draw([tasks[i] for i in mine]).to("cpu") if mine else [])
         pass_over(len(tasks) - mine.stop)
         return concat([x for x in parts if len(x)])
+
+# %% ../nbs/method/00_core.ipynb #c9ab98a6
+def _weights_at_hand(policy: Any) -> contextlib.AbstractContextManager:
+    "Inside, a policy with sharded weights runs without the other processes, which enter together with this one."
+    return getattr(policy, "gathered", contextlib.nullcontext)()
 
 # %% ../nbs/method/00_core.ipynb #8affe84a
 def _check_finite(model: torch.nn.Module, logp: Tensor):

@@ -23,8 +23,8 @@ from fastcore.basics import patch
 
 from .config import Count, Natural, Positive, Share, build_config, configuration
 from .config import one_of, override
-from .core import Rollout, own_rows, seed_of
-from .processes import _gather_results, place
+from .core import Groups, Rollout, seed_of
+from .processes import _gather_results, place, share
 from .reward_workers import WorkerPool
 from .rewards import _CallResult, RewardError, RewardSpec, _shown, _evaluate_reward
 from .rewards import _reward_columns, _task_columns
@@ -268,8 +268,11 @@ def __call__(
         record = _RewardRecord(self.components, n, self.config)
         self.failures = record.failures
         if n:  # an empty batch has no tasks, hence no columns to check
-            shared = shared and place()[1] > 1
-            self._fill(record, columns, own_rows(rollout) if shared else None)
+            groups, mine = Groups.of(rollout.group_N), None
+            if shared and place()[1] > 1:  # whole groups
+                own = share(groups.num_groups)
+                mine = [i for i, p in enumerate(groups.index_N.tolist()) if p in own]
+            self._fill(record, columns, mine)
         table = record.table()
         self._count(record, table)
         values = torch.from_numpy(table).float().to(rollout.group_N.device)
