@@ -89,10 +89,9 @@ def test_rank_advantages_land_on_the_tokens_of_their_item(task):
         assert torch.equal(values_NS[here], direct[:, k : k + 1].expand_as(item_NS)[here])
     assert (values_NS[item_NS < 0] == 0).all() and (item_NS[~rollout.mask_NS] == -1).all()
     parsed = parse_rollout(rollout, task.tokenizer, task.parser)
-    read = torch.tensor([not x.parse_error for x in parsed])
-    has_item_NK = torch.tensor([[s != "" for s in x.status_K] for x in parsed])
-    has_reward_NK = ~torch.isnan(rollout.rewards_NRK).any(1)
-    assert torch.equal(has_item_NK[read], has_reward_NK[read]) and read.sum() > 8
+    rows = zip(parsed, ~rollout.rewards_NRK.isnan().any(1))
+    read = [([s != "" for s in x.status_K], row) for x, row in rows if not x.parse_error]
+    assert all(has == row.tolist() for has, row in read) and len(read) > 8
 
 
 def test_a_trainer_says_which_scales_cancel(task):

@@ -187,8 +187,7 @@ def test_a_special_token_amid_a_list_moves_no_reward(special):
     lines = [TOKENIZER(x)["input_ids"] for x in ("\nHeat (1995)", "\nAlien (1979)", "\nUp (2009)")]
     ids = [*between, *lines[0], *between, *lines[1][:3], *between, *lines[1][3:], *lines[2], END]
     parser = ListParser(3, prose=False)
-    seen_text = TOKENIZER.decode(ids[:-1])  # with special tokens, as a plain policy gives it
-    rollout = rollout_of([ids], outputs=[seen_text])
+    rollout = rollout_of([ids], outputs=[TOKENIZER.decode(ids[:-1])])  # with special tokens
     fixed = with_lists(rollout, TOKENIZER, parser)
     assert fixed.outputs == ["\nHeat (1995)\nAlien (1979)\nUp (2009)"]
     row = make_relevance_reward(parser, "exp_inf")(["p"], fixed.outputs, relevant=["Heat (1995)"])
