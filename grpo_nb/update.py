@@ -55,7 +55,7 @@ def update(
             for micro in _passes(c, policy, rollout, part, batch["skipped"]):
                 piece = rollout[micro]
                 logp_NS, entropy_NS, kl_NS = _score(c, policy, piece, exact)
-                x = _rows(batch, micro, logp_NS.device)
+                x = {k: v if v is None else v[micro].to(logp_NS.device) for k, v in batch.items()}
                 # ratio to the anchor, clip, KL term, share of the minibatch
                 loss, metrics = policy_loss(
                     logp_NS, x["anchor"], x["advantages"], x["mask"], c.loss, x["ref"], x["item"], x["weight"],
@@ -199,30 +199,26 @@ def micro_batches(
     return list(torch.tensor_split(rows, cuts))
 
 
-def _own_rows(lengths_N: Tensor, rows: Tensor) -> Tensor:
-    "The positions that this process runs: neighbours, and about as many steps for everybody."
-    (rank, size), steps = place(), lengths_N[rows]
+def _own_passes(policy: Policy, rollout: Rollout, rows: Tensor, budget: int | None) -> list[Tensor]:
+    "The rows that this process runs, neighbours and about as many steps for everybody, in passes of the budget or of what the policy finds room for."
+    (rank, size), steps = place(), rollout.lengths_N[rows]
     middle = steps.cumsum(0) - steps / 2
     owner = (middle * size / steps.sum().clamp(min=1)).long().clamp(max=size - 1)
-    return rows[owner == rank]
+    offered = getattr(policy, "micro_tokens", None)
+    budget = budget or (offered(rollout) if offered else None)
+    return micro_batches(rollout.lengths_N, rows[owner == rank], budget)
 
 # %% ../nbs/method/02_update.ipynb #665fe821
-def _steps_per_pass(given: int | None, policy: Policy, rollout: Rollout) -> int | None:
-    "The limit that was given, or what the policy finds room for."
-    offered = getattr(policy, "micro_tokens", None)
-    return given or (offered(rollout) if offered else None)
-
-
 @torch.no_grad()
 def _rollout_logp(policy: Policy, rollout: Rollout, budget: int | None = None) -> Tensor:
     "(N, S) log-probs of a whole rollout, without gradients, in passes of at most `budget` steps, siblings together."
     out_NS = torch.zeros_like(rollout.old_logp_NS)
     order = torch.argsort(Groups.of(rollout.group_N).index_N.cpu(), stable=True)
-    mine = _own_rows(rollout.lengths_N, order)
     with _weights_at_hand(policy):
-        passes = micro_batches(rollout.lengths_N, mine, _steps_per_pass(budget, policy, rollout))
+        passes = _own_passes(policy, rollout, order, budget)
         for rows in passes:
             out_NS[rows] = policy.logp(rollout[rows]).to(out_NS)
+    mine = torch.cat([order[:0], *passes])
     for rows, logp_NS in gather((mine, out_NS[mine])):  # of all processes
         out_NS[rows] = logp_NS.to(out_NS)
     return out_NS
@@ -354,11 +350,6 @@ def _without_truncated(rollout: Rollout) -> Rollout:
     return rollout.replace(mask_NS=rollout.mask_NS & ~cut_N[:, None])
 
 
-def _rows(batch: dict, rows: Tensor, device) -> dict:
-    "The columns of some samples."
-    return {k: None if x is None else x[rows].to(device) for k, x in batch.items()}
-
-
 def _score(c, policy, piece, exact) -> tuple[Tensor, Tensor | None, Tensor | None]:
     "Log-probs; entropies if there is a bonus for them, and the exact KL to the sampler if asked for."
     logp_NS, kl_NS = policy.logp_and_kl(piece) if exact else (None, None)
@@ -433,9 +424,7 @@ def _clips_of_skipped(c, batch, part) -> dict:
 # %% ../nbs/method/02_update.ipynb #3897d20f
 def _passes(c, policy, rollout, part, skipped_N) -> list[Tensor]:
     "The rows of a minibatch that this process runs. Sharded weights are put together by all in each pass, so who has fewer passes first runs some that count nothing."
-    rows = _own_rows(rollout.lengths_N, part[~skipped_N[part]])
-    steps = _steps_per_pass(c.micro_tokens, policy, rollout)
-    passes = micro_batches(rollout.lengths_N, rows, steps)
+    passes = _own_passes(policy, rollout, part[~skipped_N[part]], c.micro_tokens)
     if getattr(policy, "sharded", False):
         for _ in range(max(gather(len(passes))) - len(passes)):
             (0 * policy.logp(rollout[part[:1]]).sum()).backward()
