@@ -106,7 +106,7 @@ def posterior(
             x[x < 1 + 1e-12] = 1.0
     return alpha, beta
 
-
+# %% ../nbs/method/01_difficulty.ipynb #b09f2d53
 @patch
 def mean(self: PassRateEstimator, indices=slice(None)) -> np.ndarray:
     "Expected pass rate of some tasks."

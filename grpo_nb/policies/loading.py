@@ -235,7 +235,7 @@ def _with_vocabulary(tokenizer):
         raise ValueError(f"{said}: save it beside the model or give TokenPolicy(model, tokenizer).")
     return tokenizer
 
-
+# %% ../../nbs/method/02_policies.loading.ipynb #61e7bf49
 def _warn_of_unseen(tokenizer, texts: list[str], seen: set[str]) -> set[str]:
     "Characters for which the tokenizer has no token are told once and returned; of one that knows whole words, words."
     text = " ".join(texts)
