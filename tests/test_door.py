@@ -328,12 +328,8 @@ def test_functions_of_a_run_are_passed_again_or_replaced(tmp_path, policy):
     for given in ({}, ["steps=3"]):
         with pytest.raises(ValueError, match="{'filter_groups.metric.1': f.*{'advantage.mode': f"):
             load(given)
-    named = [
-        "advantage.mode=grpo",
-        "update.loss.policy_loss=ppo",
-        "filter_groups.rule=metric",
-        "filter_groups.metric=right",
-    ]
+    named = "advantage.mode=grpo update.loss.policy_loss=ppo filter_groups.rule=metric"
+    named = [*named.split(), "filter_groups.metric=right"]
     with pytest.warns(UserWarning, match="callbacks of the run are not called: .*lambda"):
         assert load(named).config.advantage.mode == "grpo"
     again = load(keys | {"filter_groups.metric.1": by_length})
@@ -493,6 +489,7 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
     assert trainer.sample(ROWS[:2]).tasks[0]["answer"] == "1"
 
 
+ONES = torch.ones(2, 2)
 BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)  # fmt: skip
 
 
@@ -508,6 +505,15 @@ BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8,
         (lambda p: update(p, GRPO(p, ROWS, even, SMALL).collect(), torch.ones(4), torch.optim.SGD(PATHS.parameters())), "holds no weight of the policy"),
         (lambda p: load_config(None, ["policy.lora=true"]), r"must be a mapping \{key: value\} or null, got True"),
         (lambda p: load_config(None, ["temprature=1"]), "Did you mean 'policy.temperature'"),
+        (lambda p: GRPO(p, ROWS, even, SMALL).fit(2.0), "fit.steps. must be a whole number >= 0, got"),
+        (lambda p: GRPO(p, ROWS, even, SMALL).fit(-1), "fit.steps. must be a whole number >= 0, got"),
+        (lambda p: GRPO(p, ROWS, even, SMALL).fit(True), "fit.steps. must be a whole number >= 0, got"),
+        (lambda p: GRPO(p, ROWS, even, SMALL).evaluate(ROWS, samples=-1), "evaluate.samples. must be a whole number"),
+        (lambda p: gdpo(torch.ones(2, 2), [0, 0], mask_NK=torch.tensor([True] * 3)), "mask_NK must be"),
+        (lambda p: gdpo(torch.ones(2, 2), [0, 0], "12"), "a sequence of 2 numbers"),
+        (lambda p: compute_advantages(torch.ones(2, 2), [0, 0], ["a", "a"]), "names that differ"),
+        (lambda p: policy_loss(ONES, ONES, ONES[0].cfloat(), ONES), "Got torch.complex64 numbers"),
+        (lambda p: policy_loss(ONES, ONES, ONES[0], ONES, {"entropy_coef": 0.1}), "needs entropy_NS"),
         (lambda p: load_config(None, ["update.clip.low=1"]), "Did you mean 'update.loss.clip'"),
         (lambda p: load_config(None, ["run.wandb=none"]), "^(?!.*Did you mean 'None')"),
         (lambda p: open_policy({"modle": 1}), "Did you mean 'model'"),

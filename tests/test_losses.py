@@ -509,11 +509,3 @@ def test_empty_minibatch_and_empty_batch():
     loss, m = policy_loss(e, torch.zeros(0, 3), torch.zeros(0), torch.zeros(0, 3))
     loss.backward()
     assert loss == 0 and report(m)["clip_ratio/region_mean"] == 0
-
-
-def test_numbers_that_are_not_real_and_a_bonus_without_an_entropy_are_refused():
-    ok, zero = torch.zeros(2, 3), torch.zeros(2)
-    with pytest.raises(ValueError, match="Got torch.complex64 numbers"):
-        policy_loss(ok, ok, zero.cfloat(), torch.ones(2, 3))
-    with pytest.raises(ValueError, match="needs entropy_NS"):
-        policy_loss(ok, ok, zero, torch.ones(2, 3), LossConfig(entropy_coef=0.1))

@@ -154,18 +154,6 @@ def test_a_callback_that_would_never_be_called_is_refused_before_anything_is_loa
     assert trainer.step_done == 0
 
 
-@pytest.mark.parametrize("steps", [2.0, -1, True])
-def test_fit_takes_whole_numbers_of_steps(steps, tmp_path, capsys):
-    trainer = make("steps=3", f"run.dir={tmp_path / 'run'}")
-    with pytest.raises(ValueError, match=r"fit\(steps\) must be a whole number >= 0, got"):
-        trainer.fit(steps)
-    assert not (tmp_path / "run").exists() and trainer.step_done == 0
-    with pytest.raises(ValueError, match=r"evaluate\(samples\) must be a whole number"):
-        trainer.evaluate(trainer.stream.tasks, samples=steps)
-    trainer.fit(0)
-    assert trainer.step_done == 0 and "Nothing left to do" in capsys.readouterr().out
-
-
 def test_the_command_line_says_what_the_defaults_are(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = ["steps=1", "train_batch_size=2", "num_generations=8", "policy.max_new_tokens=4"]
