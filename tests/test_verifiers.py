@@ -23,6 +23,7 @@ from grpo_nb.tasks import Task
 from grpo_nb.verifiers import (
     _MATH_MEMORY,
     _between_tags,
+    _equal_math,
     _gym_scorer,
     _is_prose,
     _listed,
@@ -157,6 +158,7 @@ def test_answers_are_found_in_linear_time():
         assert answer_tags()(completion=text) == 0.0
         assert _without_unit(text) == (text, "")
         _is_prose(_listed(text))
+        assert not _equal_math(text, "x", 1)
     assert time.process_time() - start < 8
 
 
@@ -203,13 +205,13 @@ for name, (kind, _) in sorted(DATASETS.items()):
         assert value < .5, (name, text, value)
         assert "SEEN" not in os.environ, (name, text)
 maths = math_equivalence(math_timeout_s=1)
-for text in [t for t in texts if t] + ["3.5", "$4$", r"\\\\frac{1}{2}", "x+1", "1e5", "[1,2)", f"${evil}$", "sin(2)"]:
+texts += ["3.5", "$4$", r"\\\\frac{1}{2}", "x+1", "1e5", "[1,2)", f"${evil}$", "sin(2)"]
+for i, text in enumerate(filter(None, texts)):
     ran.clear()
-    for reference in ("\\\\pi", "x^2+0.5"):
-        try:
-            assert maths(completion=text, answer=reference) == 0, text
-        except (TimeoutError, MemoryError):
-            pass
+    try:
+        assert maths(completion=text, answer=("\\\\pi", "x^2+0.5")[i % 2]) == 0, text
+    except (TimeoutError, MemoryError):
+        pass
     assert not ran and "SEEN" not in os.environ, text
 print('refused', *refused)
 """
