@@ -327,11 +327,13 @@ def accepts(hint: Any) -> str:
         return f"list of {accepts(args[0])}"
     words = {dict: "a mapping {key: value}", str: "text", list: "a list", bool: "true or false"}
     words |= {Callable: "a function", Any: "value"}
-    return words.get(hint) or getattr(hint, "__name__", str(hint))
+    return words.get(hint) or getattr(hint, "__name__", str(hint)).lstrip("_")
 
 # %% ../nbs/ground/00_config.ipynb #233bdb82
 def _fit_options(f: Callable, options: Mapping, where: str, known: Sequence[str] = ()) -> dict:
     "Options of a function by its annotations, as the fields of a configuration; an unknown or wrong one is refused."
+    if not isinstance(options, Mapping):
+        raise ValueError(f"{where} needs a mapping of options, got {options!r}.")
     parameters, hints, fitted = inspect.signature(f).parameters.values(), {}, dict(options)
     free = not known and any(p.kind is p.VAR_KEYWORD for p in parameters)
     known = known or [p.name for p in parameters]

@@ -19,7 +19,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .config import check_number, one_of, unknown_name
+from .config import check_number, one_of, unknown_name, _fit_options
 from .core import Registry, Rollout, group_stats
 from .rewards import passing_rewards, sample_scores
 from .selectors import BaseSelector, _check_chosen, make_selector
@@ -113,7 +113,7 @@ def _selection_metrics(reward_N: Tensor, group_N: Tensor) -> dict[str, float]:
 # %% ../nbs/method/03_scheduler.ipynb #ba5585a7
 def _make_operator(entry: str | Mapping | Any) -> Any:
     "One experience operator: a name, {name, args}, or an object with `process`."
-    if hasattr(entry, "process"):
+    if hasattr(entry, "process") and not isinstance(entry, type):
         if "exps" in inspect.signature(entry.process).parameters:
             raise ValueError(
                 f"{type(entry).__name__}.process(exps) is an operator of Trinity-RFT's, which may change or drop experiences. "
@@ -124,7 +124,8 @@ def _make_operator(entry: str | Mapping | Any) -> Any:
     name, args = entry.pop("name", None), entry.pop("args", None) or {}
     if entry or name is None:
         raise ValueError(f"An operator entry has a name and maybe args, got also {sorted(entry)}.")
-    return EXPERIENCE_OPERATORS[name](**args)
+    make = EXPERIENCE_OPERATORS[name]
+    return make(**_fit_options(make, args, f"operator {name!r}"))
 
 # %% ../nbs/method/03_scheduler.ipynb #270bdc4f
 def _tagged(task: Any, taskset_id: Any, index: int) -> Any:
@@ -157,7 +158,8 @@ class TasksetScheduler:
         self.sizes = [len(t) for t in self.tasksets]
         self.selectors = _selectors_of(self.tasksets, selectors)
         self.shares = _make_shares(shares, self.ids, self.sizes, seed)
-        self.operators = [_make_operator(o) for o in operators]
+        one = isinstance(operators, (str, Mapping)) or not isinstance(operators, Sequence)
+        self.operators = [_make_operator(o) for o in ([operators] if one else operators)]
         self.adaptive = any(getattr(s, "adaptive", False) for s in self.selectors)
         self.cursor, self.num_tasks = 0, sum(self.sizes)
         total = None

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 
-from .config import Count, NonNegative, Share, build_config, check_call, check_number
-from .config import configuration, unknown_name
+from .config import Count, Natural, NonNegative, Share, build_config, check_call
+from .config import check_number, configuration, unknown_name
 from .core import Registry, seed_of
 from .difficulty import EstimatorConfig, PassRateEstimator, _pool_feedback
 
@@ -28,7 +28,7 @@ class TaskSelectorConfig:
     "Which selector a taskset uses."
 
     selector_type: str | Callable = "sequential"  # a name in SELECTORS, a class or a function
-    seed: int = 42  # of everything random in the selector
+    seed: Natural = 42  # of everything random in the selector
     feature_keys: list[str] = field(default_factory=list)  # columns of the data source
     kwargs: dict[str, Any] = field(default_factory=dict)  # the selector's own parameters
 
@@ -130,6 +130,8 @@ class BaseSelector:
 def column(self: BaseSelector, name: str) -> np.ndarray:
     "(N,) one numeric column of the data source, not copied where it is an array already."
     table = _table(self.data_source)
+    if isinstance(table, (list, tuple)):
+        raise ValueError(f"A list has no column {name!r}: give a Taskset, or {{name: values}}.")
     if isinstance(table, Mapping) and name not in table:
         raise ValueError(unknown_name("feature key", name, table))
     values = np.asanyarray(table.column(name) if hasattr(table, "column") else table[name])

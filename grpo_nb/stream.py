@@ -12,12 +12,12 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from .config import Positive, configuration, one_of
+from .config import Count, NonNegative, Positive, build_config, configuration, one_of
 from .core import _field_of, seed_of, seeded
 from .tasks import Taskset
 
@@ -180,10 +180,10 @@ def _fingerprint(tasks: Any) -> str | None:
 def _apportion(weights: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...]:
     "Places of each taskset in an epoch, in proportion to weights (largest remainder)."
     w = np.asarray(weights, np.float64)
-    if len(w) != len(sizes):
-        raise ValueError(f"{len(w)} weights for {len(sizes)} tasksets: give one each.")
-    if not (np.isfinite(w).all() and (w >= 0).all() and w.sum() > 0):
-        raise ValueError(f"Weights must be finite, not negative, not all zero, got {w.tolist()}.")
+    if len(w) != len(sizes) or not w.any():
+        raise ValueError(
+            f"Weights must be one for each of {len(sizes)} tasksets, not all zero, got {weights}."
+        )
     exact = w / w.sum() * sum(sizes)
     count = np.floor(exact).astype(np.int64)
     count[np.argsort(count - exact, kind="stable")[: sum(sizes) - count.sum()]] += 1
@@ -198,6 +198,23 @@ def _mixture_order(counts: tuple[int, ...], epoch: int, seed: int | None = None)
     rng.shuffle(order)
     return order
 
+# %% ../nbs/method/02_stream.ipynb #0e66de20
+@configuration
+class _Stage:
+    "A stretch of the run."
+
+    # one per taskset, or by name (0 for those that are not named); None: by size
+    weights: dict[str, NonNegative] | list[NonNegative] | None = None
+    samples: Count | None = None  # how long; None: to the end
+
+    def by_place(self, names: Sequence) -> list[float] | None:
+        "The weights in the order of the tasksets."
+        if isinstance(self.weights, Mapping):
+            for name in self.weights:
+                one_of("taskset", name, map(str, names))
+            return [self.weights.get(str(name), 0.0) for name in names]
+        return self.weights
+
 # %% ../nbs/method/02_stream.ipynb #8bd7f4c1
 class Shares:
     "Which taskset stands at which place: shares that may change at given numbers of samples."
@@ -207,17 +224,19 @@ class Shares:
         sizes: Sequence[int],  # tasks of each taskset
         seed: int | None = None,  # of the run; None: the epoch alone decides, as in Trinity-RFT
         stages: Sequence[Mapping] = ({},),  # {samples, weights} each; without weights by size
+        names: Sequence = (),  # of the tasksets, where weights go by name
     ):
-        if not stages or any(s.get("samples", 0) < 1 for s in stages[:-1]):
+        stages = [build_config(_Stage, s, f"stage {i}") for i, s in enumerate(stages)]
+        if not stages or None in [s.samples for s in stages[:-1]]:
             raise ValueError("stages needs at least one stage; all but the last need samples >= 1.")
-        if stages[-1].get("samples") is not None:
+        if stages[-1].samples is not None:
             raise ValueError(
                 "The last stage lasts until the run ends: leave out its samples, and end the run by its steps."
             )
-        self.counts = [_apportion(s.get("weights", sizes), sizes) for s in stages]
+        self.counts = [_apportion(s.by_place(names) or sizes, sizes) for s in stages]
         later = [seed_of(seed or 0, "stage", i) for i in range(1, len(stages))]
         self.seeds = [seed, *later]
-        self.starts = np.cumsum([0] + [s["samples"] for s in stages[:-1]])
+        self.starts = np.cumsum([0] + [s.samples for s in stages[:-1]])
 
     def ids(
         self,
@@ -235,7 +254,18 @@ class Shares:
         return np.concatenate([np.zeros(0, np.int16), *out])
 
 # %% ../nbs/method/02_stream.ipynb #dcd1894f
-_KINDS = {"size": (), "weights": ("weights",), "stages": ("stages",)}
+@configuration
+class _Mixture:
+    "How several tasksets are mixed."
+
+    kind: Literal["size", "weights", "stages"]
+    weights: dict[str, NonNegative] | list[NonNegative] | None = None  # see `_Stage`
+    stages: list[_Stage] | None = None
+
+    def __post_init__(self):
+        for name in ("weights", "stages"):
+            if (getattr(self, name) is None) is (self.kind == name):
+                raise ValueError(f"kind={self.kind!r} and {name}={getattr(self, name)} do not fit.")
 
 
 def _make_shares(shares: Any, ids: Sequence, sizes: Sequence[int], seed: int | None) -> Any:
@@ -246,24 +276,6 @@ def _make_shares(shares: Any, ids: Sequence, sizes: Sequence[int], seed: int | N
         shares = {"kind": shares}
     elif not isinstance(shares, Mapping) or "kind" not in shares:
         shares = {"kind": "weights", "weights": shares}
-    kind = one_of("kind of shares", shares["kind"], _KINDS)
-    for key in shares.keys() - {"kind"}:
-        one_of(f"option of shares {kind!r}", key, _KINDS[kind])
-    if kind == "size":
-        return Shares(sizes, seed)
-    stages = shares.get("stages", []) if kind == "stages" else [{"weights": shares["weights"]}]
-    return Shares(sizes, seed, [_stage(i, s, ids) for i, s in enumerate(stages)])
-
-# %% ../nbs/method/02_stream.ipynb #76b3bc6a
-def _stage(number: int, stage: Mapping, ids: Sequence) -> dict[str, Any]:
-    "A stage with its weights by position."
-    for key in stage:
-        one_of(f"option of stage {number}", key, ("samples", "weights"))
-    if "weights" not in stage:
-        raise ValueError(f"Stage {number} has no weights: give one number per taskset.")
-    weights = stage["weights"]
-    if isinstance(weights, Mapping):
-        for key in weights:
-            one_of("taskset", key, ids)
-        weights = [float(weights.get(i, 0)) for i in ids]
-    return {**stage, "weights": list(weights)}
+    c = build_config(_Mixture, shares, "shares")
+    stages = [_Stage(c.weights)] if c.stages is None else c.stages
+    return Shares(sizes, seed, stages, ids)

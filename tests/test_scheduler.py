@@ -149,6 +149,21 @@ def test_a_recipe_opens_its_tasksets_or_names_its_mistake(tmp_path):
             open_stream(recipe(path, **wrong))
 
 
+WRONG = (
+    ({"operators": [PassRateCalculator]}, "Did you mean"),
+    ({"operators": [{"name": "pass_rate_calculator", "args": [1]}]}, "needs a mapping"),
+    ({"operators": [{"name": "pass_rate_calculator", "args": {"x": 1}}]}, "Available: reward"),
+    ({"selectors": {"selector_type": "offline_easy2hard", "feature_keys": ["x"]}}, "no column 'x'"),
+)
+WRONG_SHARES = (
+    (3, "shares: weights must be"),
+    ({"kind": "weights"}, "weights=None do not fit"),
+    ({"kind": "size", "weights": [1]}, "do not fit"),
+    ({"kind": "stages", "stages": [{"samples": "4"}, {}]}, r"stages\[0\].samples must be a whole"),
+    ({"kind": "stages", "stages": 3}, "list of Stage"),
+)
+
+
 @pytest.mark.parametrize(
     "call,match",
     [
@@ -159,6 +174,8 @@ def test_a_recipe_opens_its_tasksets_or_names_its_mistake(tmp_path):
         (lambda: Shares([5, 7], stages=[{"weights": [1, 0]}] * 2), "samples >= 1"),
         (lambda: Shares([5], stages=[{"samples": 6, "weights": [1]}]), "leave out its samples"),
         (lambda: TasksetScheduler([Table(1)], 1, operators=[{"nam": ""}]), "name and maybe args"),
+        *((lambda k=k: TasksetScheduler([[1]], 1, **k), match) for k, match in WRONG),
+        *((lambda s=s: _make_shares(s, ["a"], [5], None), m) for s, m in WRONG_SHARES),
     ],
 )
 def test_refused_arguments(call, match):
