@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,12 +81,23 @@ def docs():
     run(sys.executable, ".ci/build_docs.py")
 
 
-def tests():
-    both_cores = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-    run(sys.executable, "-m", "pytest", "-q", *both_cores, "--durations=5", "tests")
+def tests(beside):
+    "The exit code of pytest; what it prints comes after what the others print."
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"]
+    command += ["--no-loadscope-reorder", "--durations=5", "tests"]
+    with tempfile.NamedTemporaryFile("w+") as said:
+        pytest = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+        wait(beside)
+        print("== tests", flush=True)
+        with open(said.name) as said_so_far:
+            while pytest.poll() is None:
+                print(said_so_far.read(), end="", flush=True)
+                time.sleep(0.5)
+            print(said_so_far.read(), end="", flush=True)
+    return pytest.returncode
 
 
-STEPS = dict(clean=clean, lint=lint, docs=docs, notebooks=notebooks, tests=tests)
+STEPS = dict(clean=clean, lint=lint, docs=docs, notebooks=notebooks)
 
 
 def carry_out(names):
@@ -97,22 +108,25 @@ def carry_out(names):
             STEPS[name]()
         except subprocess.CalledProcessError as e:
             sys.exit(f"== {name} failed: {' '.join(map(str, e.cmd))} (exit code {e.returncode})")
-        if name != "tests":
-            print(f"== {name} ok, {time.time() - start:.0f} s", flush=True)
+        print(f"== {name} ok, {time.time() - start:.0f} s", flush=True)
 
 
 def main():
     ap = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    ap.add_argument("--only", default=",".join(STEPS), help="steps, in order")
+    ap.add_argument("--only", default=",".join([*STEPS, "tests"]), help="steps, in order")
     names = ap.parse_args().only.split(",")
     short = [n for n in names if n not in ("notebooks", "tests")]
-    with ThreadPoolExecutor(1) as pool:  # what takes one core, beside the notebooks
-        beside = pool.submit(carry_out, short)
-        carry_out([n for n in names if n == "notebooks"])
-        beside.result()
-    carry_out([n for n in names if n == "tests"])
+    # side by side: what takes one core, the notebooks, and the tests, which often wait for processes and deadlines
+    with ThreadPoolExecutor(3) as pool:
+        beside = [pool.submit(carry_out, short)]
+        beside.append(pool.submit(carry_out, [n for n in names if n == "notebooks"]))
+        last = pool.submit(tests, beside) if "tests" in names else None
+        for lane in beside:
+            lane.result()
+    if last is not None and last.result():
+        sys.exit("== tests failed")
 
 
 if __name__ == "__main__":
