@@ -83,7 +83,7 @@ def train(
     say(_plan(trainer, recipe))
     trainer.open_run()  # of a run that goes on: its checkpoint
     try:
-        before = None if trainer.eval_tasks is None else trainer.evaluate()
+        before = _judge(trainer, "before")
         trainer.fit()
     except KeyboardInterrupt:
         trainer.close("interrupted")
@@ -105,18 +105,23 @@ def train(
     return trainer
 
 # %% ../nbs/07_cli.ipynb #16f00bb7
+def _judge(trainer: GRPO, when: str) -> Scores | None:
+    "Scores on the held-out tasks, noted in the record."
+    scores = None if trainer.eval_tasks is None else trainer.evaluate()
+    if scores is not None and trainer.run is not None:
+        trainer.run.event(f"eval_{when}", step=trainer.step_done, **scores.metrics())
+    return scores
+
+
 def _wind_up(trainer: GRPO, before: Scores | None) -> None:
     "Evaluate after training; leave scores, plots and the policy in the folder of the run."
-    run, after = trainer.run, None if before is None else trainer.evaluate()
+    run, after = trainer.run, _judge(trainer, "after")
     if after is not None:
         say(_score_table({"before": before, "after": after}))
     if run is None:
         if getattr(trainer.policy, "sharded", False) and trainer.session.setting("run").dir:
             trainer.policy.save_pretrained("")  # the first process writes, all put parts together
         return
-    for when, scores in (("before", before), ("after", after)):
-        if scores is not None:
-            run.event(f"eval_{when}", step=trainer.step_done, **scores.metrics())
     plot_run(run).savefig(run.dir / "plots.png", dpi=100)
     if saves := hasattr(trainer.policy, "save_pretrained"):  # a diffusion policy has checkpoints
         trainer.policy.save_pretrained(run.dir / "policy")

@@ -111,6 +111,11 @@ class BaseSelector:
             raise ValueError(
                 f"The state is of {size} tasks, not of {self.num_tasks}: give its data."
             )
+        if lost := self.state_dict().keys() - state.keys() - {"current_index", "num_tasks"}:
+            raise ValueError(
+                f"This state of {self.config.selector_type!r} holds no {', '.join(sorted(lost))} (Trinity-RFT saves the "
+                "position only): what was learned is gone. Start without a state, or set current_index alone."
+            )
         self.current_index = int(state.get("current_index", 0))
 
     def places(self, batch_size: int) -> np.ndarray:  # (B,) in 0..N-1
@@ -355,11 +360,6 @@ class _EstimatorSelector(BaseSelector):
         return {**super().state_dict(), "estimator": self.estimator.state_dict()}
 
     def load_state_dict(self, state):
-        if "estimator" not in state:
-            raise ValueError(
-                f"This state of {self.config.selector_type!r} holds no estimator (Trinity-RFT saves the position "
-                "only): what was learned is gone. Start without a state, or set current_index alone."
-            )
         super().load_state_dict(state)
         self.estimator.load_state_dict(state["estimator"])
 

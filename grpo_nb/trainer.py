@@ -776,6 +776,11 @@ def _check_state(self: GRPO, state: Mapping[str, Any]):
             raise ValueError(
                 f"The checkpoint {has} {part}, this trainer is the other way: {how} {key}."
             )
+    stream = self.parts().get("stream")
+    if stream and stream.state_dict().keys() - state.get("stream", {}).keys() - {"size"}:
+        raise ValueError(
+            "The checkpoint is of another kind of stream: give tasks.selector, epochs, operators and tasksets of its run."
+        )
     have, stored = dict(self.policy.state_dict()), state["policy"]
     odd = sorted(have.keys() ^ stored.keys())
     odd += [k for k in have.keys() & stored.keys() if have[k].shape != stored[k].shape]

@@ -337,6 +337,12 @@ def test_tensorboard_shows_each_step_once_also_after_a_resume(tmp_path, monkeypa
     shown = EventAccumulator(str(tmp_path / "r/tensorboard")).Reload()
     assert [(x.step, x.value) for x in shown.Scalars("reward")] == [(1, 0.25), (2, 0.5), (3, 9.0)]
     assert shown.Tags()["scalars"] == ["reward", "kl_old/0", "kl_old/1"]
+    shutil.rmtree(tmp_path / "r/tensorboard")  # killed before it wrote
+    (tmp_path / "r/status.json").write_text('{"state": "running"}')
+    with Run.create(tmp_path / "r", if_exists="resume", tensorboard=True) as run:
+        run.truncate_after(2)
+    shown = EventAccumulator(str(tmp_path / "r/tensorboard")).Reload()
+    assert [x.step for x in shown.Scalars("reward")] == [1, 2]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match="pip install tensorboard"):
         Run.create(tmp_path / "s", tensorboard=True)

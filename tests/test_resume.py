@@ -113,12 +113,28 @@ def test_resuming_twice_and_with_another_batch_size(tmp_path):
     make(tmp_path / "cut").fit(1).close()
     for _ in range(2):  # steps 2 and 3
         load(tmp_path / "cut").fit(1).close()
-    assert differences(whole, load(tmp_path / "cut").fit()) == []
+    with pytest.warns(UserWarning, match="effect: run.if_exists"):
+        last = load(tmp_path / "cut", ["run.name=other", "run.if_exists=raise"]).fit()
+    assert differences(whole, last) == [] and last.run.name == "other"
     a = make(None).fit(2)
     other = make(None, "train_batch_size=7")
     other.load_state_dict(a.state_dict())
     drawn = [t.index for t in other.stream.read(7)]
     assert drawn == [t.index for t in make(None).stream.read(15)][8:]  # none twice, none left out
+
+
+@pytest.mark.parametrize("made, now, said", [
+    ("seed=0", "seed=7", "^seed=7: the run goes on with the generators of its own, seed=0"),
+    ("tasks.epochs=null", "tasks.epochs=9", "of another kind of stream: give tasks.selector"),
+    ("tasks.selector=random", "tasks.selector=null", "of another kind of stream"),
+    ("tasks.selector=random", "tasks.selector=greso", "holds no p, streak, tasks, walk"),
+])  # fmt: skip
+def test_what_a_checkpoint_decides_is_refused(made, now, said, tmp_path):
+    make(tmp_path / "r", made).fit(1).close()
+    with pytest.raises(ValueError, match=said):
+        load(tmp_path / "r", [now])
+    with pytest.raises(ValueError, match=said):
+        make(tmp_path / "r", now, "run.if_exists=resume").fit()
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

@@ -18,6 +18,7 @@ from grpo_nb.advantages import compute_advantages
 from grpo_nb.all import GRPO, RewardRunner, TasksetScheduler, TokenPolicy, exact_answer
 from grpo_nb.cli import _open_block, _read_block, main
 from grpo_nb.config import describe, override
+from grpo_nb.files import read_jsonl
 from grpo_nb.lab.checkpoint import _check_seal, latest
 from grpo_nb.lab.frames import flat_keys
 from grpo_nb.lab.recipe import GRPOConfig, load_config
@@ -158,7 +159,12 @@ def test_the_command_line_says_what_the_defaults_are(capsys, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     small = ["steps=1", "train_batch_size=2", "num_generations=8", "policy.max_new_tokens=4"]
     small += ["rewards.functions={format_match: {pattern: '<think>.[0-5].*'}}"]
-    assert main(["train", *small, "eval.limit=2", "eval.samples=1", "run.progress=false"]) == 0
+    assert (
+        main(["train", *small, "eval.limit=2", "eval.samples=1", "run.progress=false", "run.dir=r"])
+        == 0
+    )
+    judged = [e for e in read_jsonl("r/events.jsonl")[0] if e["kind"].startswith("eval")]
+    assert [(e["kind"], e["step"]) for e in judged] == [("eval_before", 0), ("eval_after", 1)]
     assert "The defaults (no recipe is given): 1 steps of 2 x 8 samples" in capsys.readouterr().out
 
 

@@ -538,10 +538,14 @@ def load(
         bare = [re.sub(r"(<passed: )[\w.]*\.", r"\1", str(x[key])) for x in (before, now)]
         if bare[0] != bare[1]:  # the module may have been __main__
             warnings.warn(f"{key} was {before[key]}, and goes on as {now[key]}.", stacklevel=2)
-    _check_same_parts(state["trainer"].get("parts", {}), _part_facts(trainer), given)
+    _check_same_parts(state["trainer"], trainer, given)
     trainer.load_state_dict(state)
     trainer.session.saved_step = trainer.step_done
     run = folder.parent.parent
     if folder.parent.name == "checkpoints" and _is_run(run) and "run.dir" not in keys:
         trainer.session.resumed_run = run
+        if "run.if_exists" in keys:
+            _tell(
+                "Without effect: run.if_exists (GRPO.load goes on with the run of the checkpoint)."
+            )
     return trainer

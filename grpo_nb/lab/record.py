@@ -476,7 +476,7 @@ def _note_changes(self: Run, config: dict) -> None:
 
 
 @patch
-def _describe(self: Run, config: dict, name: str, parts: Any) -> None:
+def _describe(self: Run, config: dict, name: str | None, parts: Any) -> None:
     "Write configuration and environment where they are missing; say where the configuration is another one."
     if not self.config:
         _write_tree(self.dir / "config.yaml", config)
@@ -486,7 +486,8 @@ def _describe(self: Run, config: dict, name: str, parts: Any) -> None:
         _write_tree(self.dir / "environment.json", now)
     elif changes := _differences(flat_keys(before), flat_keys(now)):
         self.event("environment_changed", step=self._last, changes=changes)
-    self.mark(**{"name": name, "started": _now()} | self._status)
+    named = {"name": name} if name else {}
+    self.mark(**{"name": self.dir.name, "started": _now()} | self._status | named)
 
 # %% ../../nbs/lab/01_record.ipynb #92843904
 @patch
@@ -538,7 +539,7 @@ def create(
         with contextlib.suppress(*[RunLocked] * numbered):  # another has just begun there
             run._start(new=not _is_run(run.dir))
     with run._laid_out():
-        run._describe(config, name or run.dir.name, parts)
+        run._describe(config, name, parts)
         run._mirrors = mirrors
         run._show("start", run, config | parts)
     return run
@@ -558,6 +559,9 @@ def truncate_after(self: Run, step: int) -> None:
         if name == "metrics" and len(once := {r["step"]: r for r in keep}) < len(keep):
             self.warn("twice", "metrics.jsonl has several rows of a step: the last one is kept")
             keep = list(once.values())
+        lost = keep if name == "metrics" and self._came[1] == "running" else ()
+        for row in lost:  # a mirror that was killed may not have written them
+            self._show("log", row)
         if n := len(rows) + len(broken) - len(keep):
             write_atomic(file.path, b"".join(map(_json_line, keep)))
             removed[name] = n

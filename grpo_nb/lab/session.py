@@ -416,8 +416,12 @@ def _function_name(function: Any) -> str:
     return plain(function) + checksum
 
 # %% ../../nbs/lab/02_session.ipynb #594ccc32
-def _check_same_parts(stored: Mapping, now: Mapping, given: Sequence[str]) -> None:
-    "Refuse to go on with other tasks or another tokenizer than those of the run, unless they are passed or set."
+def _check_same_parts(told: Mapping, trainer: GRPO, given: Sequence[str]) -> None:
+    "Refuse to go on with another seed, other tasks or another tokenizer than those of the run; the latter may be passed or set."
+    stored, now, seed = told.get("parts", {}), _part_facts(trainer), trainer.config.seed
+    if (was := told["config"].get("seed", seed)) != seed:
+        said = f"seed={seed}: the run goes on with the generators of its own, seed={was}."
+        raise ValueError(f"{said} Leave it out, or begin another run.")
     if stored.get("callbacks") and not now["callbacks"]:
         said = f"callbacks of the run are not called: {', '.join(stored['callbacks'])}"
         warnings.warn(f"The {said}. Pass them again: callbacks=[...].", stacklevel=3)
@@ -548,8 +552,7 @@ def _load_newest(self: _Session, root: Path) -> Mapping | None:  # the state
     if found is not None:
         _warn_of_versions(found)
         state = read_state(found, make_task=Task)
-        stored, now = state["trainer"].get("parts", {}), _part_facts(self.trainer)
-        _check_same_parts(stored, now, [*self.trainer.given])
+        _check_same_parts(state["trainer"], self.trainer, [*self.trainer.given])
         self.trainer.load_state_dict(state)
         self.saved_step = self.trainer.step_done
         return state
