@@ -12,7 +12,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import forked
 import numpy as np
@@ -26,7 +26,8 @@ from grpo_nb.files import Lock, RunLocked
 from grpo_nb.lab.runs import FailedRun, Spec, plan_runs, run_job
 from grpo_nb.lab.study import verdict
 
-COUNTS = {"made": 0}
+COUNTS = ModuleType("counts")  # of a module a function's text holds the name alone
+COUNTS.made = 0
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -34,7 +35,7 @@ class Fake:
     "A made-up trainer: the score climbs; `batch` samples a step, of which filtering may keep fewer."
 
     def __init__(self, seed, rate=0.1, batch=64, crash_at=None, ends_at=None, die_at=None):
-        COUNTS["made"] += 1
+        COUNTS.made += 1
         self.rng, self.rate, self.batch = np.random.default_rng(seed), rate, batch
         self.crash_at, self.ends_at, self.die_at = crash_at, ends_at, die_at
         self.skill, self.history, self.callbacks = 0.3 + 0.02 * (seed % 10), [], []
@@ -68,6 +69,19 @@ def fake(config, only=None, **options):
 
 def by_lr(config, batch=64):
     return Fake(config.seed, config.optimizer.lr, batch)
+
+
+HELD = {}
+
+
+class Holder:
+    def __init__(self, held):
+        self.held = held
+
+    def make(self, config):
+        return by_lr(config, self.held)
+
+    __call__ = make
 
 
 def curves_of(runs):
@@ -127,14 +141,14 @@ def test_a_store_is_loaded_if_it_answers_the_question_and_else_trained_again(tmp
     first = contest(budget=Steps(3), **kw)
     text = (tmp_path / "s.json").read_text()
     assert str(tmp_path) not in text and len(text.splitlines()) > 4
-    COUNTS["made"] = 0
+    COUNTS.made = 0
     kw["dir"] = tmp_path / "elsewhere"
     again = contest(budget=Steps(3), **kw)
-    assert COUNTS["made"] == 0 and again.runs == first.runs and not kw["dir"].exists()
+    assert COUNTS.made == 0 and again.runs == first.runs and not kw["dir"].exists()
     with pytest.raises(ValueError, match=r"another specification \(budget.steps\)"):
         contest(budget=Steps(4), if_changed="raise", **kw)
     contest(budget=Steps(4), **kw)
-    assert COUNTS["made"] == 4 and "training again" in capsys.readouterr().out
+    assert COUNTS.made == 4 and "training again" in capsys.readouterr().out
     (tmp_path / "s.json").write_text('{"format": 2}')
     with pytest.raises(ValueError, match="format 1"):
         contest(budget=Steps(4), **kw)
@@ -144,15 +158,18 @@ def test_another_text_of_a_function_trains_again_and_only_warns_where_nothing_ma
     kw = {"seeds": range(2), "budget": Steps(3), "dir": tmp_path / "d", "store": tmp_path / "s"}
     first = contest(make=by_lr, variants={"a": {}}, **kw)
     renamed = lambda config, batch=64: by_lr(config, batch)
-    COUNTS["made"] = 0
+    COUNTS.made = 0
     with pytest.warns(UserWarning, match="another text of make: its stored runs are shown"):
         study = contest(make=renamed, variants={"a": {}}, if_changed="raise", **kw)
-    assert COUNTS["made"] == 0 and study.runs == first.runs
+    assert COUNTS.made == 0 and study.runs == first.runs
     contest(make=renamed, variants={"a": {}}, **kw)
-    assert COUNTS["made"] == 2
+    assert COUNTS.made == 2
     key = lambda make: plan_runs(Spec({"a": {}}, None, 1, Steps(1), make=make), {"a": {}})[0].key
     closed = lambda held: lambda config: by_lr(config, held)
-    for hold in (partial(partial, by_lr), closed):
+    default = lambda held: lambda config, batch=held: by_lr(config, batch)
+    read = lambda held: HELD.update(n=held) or (lambda c: [by_lr(c, HELD["n"]) for _ in "1"][0])
+    method, far = lambda held: Holder(held).make, lambda held: Holder([0] * 500 + [held])
+    for hold in (partial(partial, by_lr), closed, default, read, Holder, method, far):
         assert key(hold(32)) == key(hold(32)) != key(hold(64))
 
 
@@ -170,9 +187,9 @@ def test_a_crash_is_reported_and_the_others_go_on(tmp_path):
     assert "1 of 12 runs failed" in str(table) and "2 (1 missing)" in str(table)
     assert "3 runs ended before the budget: short seed 0 (tasks)" in str(table)
     assert "the loss is &lt;not&gt; finite" in study.report(tmp_path / "r.html", 3).read_text()
-    COUNTS["made"] = 0  # the failed run is tried again, the others are not
+    COUNTS.made = 0  # the failed run is tried again, the others are not
     contest(arms, seeds=range(3), budget=Steps(4), dir=tmp_path)
-    assert COUNTS["made"] == 1
+    assert COUNTS.made == 1
 
 
 def test_an_interrupted_study_goes_on(tmp_path, capsys):
@@ -184,9 +201,9 @@ def test_an_interrupted_study_goes_on(tmp_path, capsys):
     study.save(tmp_path / "s.json")
     for one in (study, Study.load(tmp_path / "s.json")):
         assert "preliminary" in str(one.table()) and one.certainty() == {}
-    COUNTS["made"] = 0
+    COUNTS.made = 0
     study = contest({"a": {}}, dir=tmp_path / "d", **kw)
-    assert not study.unfinished and COUNTS["made"] == 2
+    assert not study.unfinished and COUNTS.made == 2
     whole = contest({"a": {}}, dir=tmp_path / "w", **kw)
     assert curves_of(study.runs) == curves_of(whole.runs)
 
@@ -309,7 +326,7 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_told_before_anything_is_trained(tmp_path, monkeypatch):
     kw = {"seeds": [0], "budget": Steps(1)}
-    COUNTS["made"] = 0
+    COUNTS.made = 0
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="dir: .*file is no folder"):
         contest(dir=tmp_path / "file", **kw)
@@ -317,7 +334,7 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_trained(tmp_p
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "closed")
     with pytest.raises(ValueError, match="store: .*closed cannot be written to"):
         contest(dir=tmp_path / "d", store=tmp_path / "closed" / "s.json", **kw)
-    assert COUNTS["made"] == 0
+    assert COUNTS.made == 0
 
 
 @pytest.mark.parametrize("executor", [None, ThreadPoolExecutor(2)])
@@ -415,11 +432,11 @@ def test_where_less_is_better_the_table_asks_for_less(tmp_path):
     assert page.count(">P(lower)</th>") == 1 and page.count(">P(higher)</th>") == 2
     # a direction that no tuning has used is up to who looks: the file is as it was
     before = store.read_bytes()
-    COUNTS["made"] = 0
+    COUNTS.made = 0
     kw |= {"metric": "svr", "store": store, "if_changed": "raise"}
     assert "P(higher)" in str(compare(arms, **kw).table())
     again = compare(arms, lower_is_better=["svr", "eval_greedy"], **kw)
-    assert "P(lower)" in str(again.table("eval_greedy")) and COUNTS["made"] == 0
+    assert "P(lower)" in str(again.table("eval_greedy")) and COUNTS.made == 0
     assert store.read_bytes() == before
 
 
@@ -442,11 +459,11 @@ def test_a_variant_of_which_every_run_failed_raises_and_the_others_are_kept(tmp_
     with pytest.raises(FailedRun, match="(?s)run of 'broken' failed; .*is <not> finite.*kept in"):
         contest(arms, store=tmp_path / "s.json", **kw)
     assert not (tmp_path / "s.json").exists()
-    COUNTS["made"] = 0
+    COUNTS.made = 0
     del arms["broken"]
     with pytest.raises(FailedRun, match="(?s)run of 'empty' failed; .*Nothing was trained"):
         contest(arms, **kw)
-    assert COUNTS["made"] == 2  # those of the first arm are kept
+    assert COUNTS.made == 2  # those of the first arm are kept
     result = next(tmp_path.glob("report-fine-s0*")) / "result.json"
     result.write_text(result.read_text().replace('"curve"', '"edited"'))
     kw |= {"tune": {"optimizer.lr": [0.1, 0.2]}, "tune_seeds": [9]}

@@ -253,6 +253,8 @@ LATE = {  # set after the trainer is made -> what is said
     "policy.temperature": 0.5,
     "filter_groups.enable": True,
     "rewards.run.on_none": "raise",
+    "run.dir": "elsewhere",
+    "run.name": "other",
     "optimizer.lr": None,  # is read at every step
 }
 

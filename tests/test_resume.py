@@ -426,6 +426,15 @@ def test_a_cell_that_is_run_again_goes_on_although_its_name_held_the_folder(tmp_
     assert [r["step"] for r in rows(t)] == [1, 2]
 
 
+def test_steps_before_the_record_are_in_it_and_fit_is_not_called_in_itself(tmp_path):
+    t = make(tmp_path / "r")
+    t.step()
+    assert [r["step"] for r in rows(t.fit(1))] == [1, 2]
+    t.callbacks.append(lambda t, row: t.fit(1))
+    with pytest.raises(ValueError, match="under way: a callback cannot call it"):
+        t.fit(1)
+
+
 def test_training_in_a_thread_cannot_catch_signals_and_does_not_try(tmp_path):
     found = []
     worker = threading.Thread(target=lambda: found.append(make(None).fit(1)))

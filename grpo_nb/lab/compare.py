@@ -27,6 +27,7 @@ from .plots import LivePlot, make_figure
 from .progress import display_mode
 from .record import environment
 from .runs import FailedRun, Job, Spec, _digest, finished, plan_runs, _result_of, run_job
+from .runs import _WITH
 from .study import KEEP, Study, at_the_edge
 from .study import _check_metric, _final_score, _is_lower, _listed
 from ..processes import end_with_parent, say
@@ -256,7 +257,9 @@ def _stored_study(store: Path, spec: Spec, if_changed: str) -> Study | None:
     study, new = Study.load(store), spec.tree()
     different = lambda a, b: sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
     keys = different(_question(new), _question(study.spec))
-    texts = different(new["functions"], study.spec.get("functions", {}))
+    texts, now = study.spec.get("functions", {}), new["functions"]
+    own = lambda k: now.get(k, "").partition(_WITH)[0]  # all that earlier versions kept
+    texts = sorted(k for k in now | texts if texts.get(k) not in (now.get(k), own(k)))
     if if_changed == "train":
         keys += texts
     elif texts and not keys:

@@ -481,10 +481,14 @@ def _refuse_late_keys(trainer: GRPO) -> SimpleNamespace:
     once = r"(policy|tasks|rewards)\..*|seed|threads|application|optimizer.(betas|weight_decay).*|filter_groups.enable"
     if trainer.collector is not None:
         once += r"|train_batch_size|num_generations|advantage.(mode|weights).*"
+    once += r"|run.(dir|name|if_exists|wandb|tensorboard)"  # once its record is open
     before = flat_keys(plain(trainer.config))
 
     def check(trainer):
-        for key, value in flat_keys(plain(trainer.config)).items():
+        now = flat_keys(plain(trainer.config))
+        if trainer.run is None:
+            before.update((k, v) for k, v in now.items() if k.startswith("run."))
+        for key, value in now.items():
             if value != before.get(key) and re.fullmatch(once, key):
                 raise ValueError(
                     f"{key} was set to {value!r} after the trainer was made, which has read it: set it before."

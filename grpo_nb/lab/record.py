@@ -320,7 +320,9 @@ def _start(self: Run, new: bool = False) -> None:
     "Become the writer."
     if self._lock is not None:
         if not self._lock.is_locked:
-            raise ValueError(f"Run {self.name!r} is closed; Run.open(dir) gives one that goes on.")
+            raise ValueError(
+                f"Run {self.name!r} is closed: fit() or open_run() of a trainer goes on with it, or Run.open(dir)."
+            )
         return
     other = (self.dir / "checkpoints").resolve().parent
     if other != self.dir.resolve() and _is_run(other):

@@ -24,6 +24,7 @@ import textwrap
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 from fastcore.basics import patch
+from torch import Tensor
 
 from ..config import Count, configuration, override
 from ..core import Registry
@@ -44,7 +46,7 @@ from .frames import flat_keys
 from .recipe import GRPOConfig, load_config, _openers
 from .record import _read_tree
 from ..metrics import COUNTERS, Paused
-from .session import CheckpointConfig, _function_name, functions_in
+from .session import CheckpointConfig, functions_in
 from .study import MEAN, Budget, _UnknownMetric, _check_metric, _to_budget
 from ..advantages import weights_by_name
 from ..evaluate import evaluate as evaluate_policy
@@ -510,44 +512,85 @@ def _check_keys(self: Spec, name: str, overrides: Mapping[str, Any]) -> None:
         )
 
 # %% ../../nbs/lab/06_runs.ipynb #622f64b3
-def _source(function: Callable) -> str:
-    "The source of a function or of a class's methods, independent of its formatting; its name where there is none."
-    if inspect.isclass(function):
-        return "\n".join(map(_source, filter(inspect.isfunction, vars(function).values())))
+def _codes(code: Any) -> list:
+    "The code of a function, and of the functions and comprehensions in it."
+    inner = [_codes(c) for c in getattr(code, "co_consts", ()) if inspect.iscode(c)]
+    return [code, *sum(inner, [])] if inspect.iscode(code) else []
+
+
+@functools.cache  # a notebook may forget its cells
+def _text_of(code) -> str:
     try:
-        text = textwrap.dedent(inspect.getsource(function)).strip()
-    except (OSError, TypeError):
-        return getattr(function, "__qualname__", type(function).__qualname__)
+        text = textwrap.dedent(inspect.getsource(code)).strip()
+    except OSError:  # made by `exec`
+        constants = [k for c in _codes(code) for k in c.co_consts if not inspect.iscode(k)]
+        return f"{code.co_name} {constants} {[c.co_code.hex() for c in _codes(code)]}"
     try:
         return ast.unparse(ast.parse(text))
     except SyntaxError:  # a lambda in the middle of an expression
         return text
 
-# %% ../../nbs/lab/06_runs.ipynb #5a1d0c12
-def _whole_source(function: Callable, seen: tuple = ()) -> str:
-    "The text of a function or class with what it uses: values, and what else stands in its module."
-    import cloudpickle
 
-    try:
-        inspect.getsource(function)
-    except (OSError, TypeError):  # an object that can be called, a partial, without a file
-        return f"{_source(function)} {hashlib.sha256(cloudpickle.dumps(function)).hexdigest()}"
-    own = vars(function) if inspect.isclass(function) else {function.__name__: function}
-    uses = {k: v for k, v in own.items() if not k.startswith("__") and not inspect.isfunction(v)}
-    for f in filter(inspect.isfunction, own.values()):
-        used = inspect.getclosurevars(f)
-        uses |= used.nonlocals | used.globals
-    parts, seen = [_source(function)], (*seen, function)
-    for name, value in sorted(uses.items()):
-        if inspect.isfunction(value) or inspect.isclass(value):
-            if value.__module__ == function.__module__ and value not in seen:
-                parts.append(_whole_source(value, seen))
-        elif not inspect.ismodule(value):
-            shown = re.sub(" at 0x[0-9a-f]+", "", repr(value))  # another in every process
-            parts.append(f"{name} = {shown:.200}")
-    return "\n".join(parts)
+def _source(function: Callable) -> str:
+    "The source of a function or of a class's methods, independent of its formatting; its name where there is none."
+    if inspect.isclass(function):
+        return "\n".join(map(_source, filter(inspect.isfunction, vars(function).values())))
+    if code := getattr(inspect.unwrap(function), "__code__", None):
+        return _text_of(code)
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+# %% ../../nbs/lab/06_runs.ipynb #5a1d0c12
+def _held_by(x: Any) -> dict[str, Any]:
+    "What a function, a class or an object holds and reads, by name."
+    if isinstance(x, functools.partial):
+        return {"of": x.func, "args": x.args} | x.keywords
+    if inspect.ismethod(x):
+        return {"of": x.__func__, "self": x.__self__}
+    if inspect.isclass(x):
+        own = {k: getattr(v, "__func__", getattr(v, "fget", v)) for k, v in vars(x).items()}
+        own = {k: v for k, v in own.items() if k[:2] != "__" or inspect.isfunction(v)}
+        return {"bases": x.__bases__} | own
+    if not inspect.isfunction(x):
+        slots = {k: getattr(x, k, None) for k in getattr(x, "__slots__", ())}
+        return {"class": type(x)} | slots | getattr(x, "__dict__", {})
+    names = {name for c in _codes(x.__code__) for name in c.co_names}
+    free = zip(x.__code__.co_freevars, x.__closure__ or ())
+    held = {k: c.cell_contents for k, c in free if c != types.CellType()}  # an empty one
+    held |= {k: v for k, v in x.__globals__.items() if k in names}
+    return held | {"defaults": (x.__defaults__, x.__kwdefaults__)}
+
+# %% ../../nbs/lab/06_runs.ipynb #78747724
+def _module_of(x: Any) -> str | None:
+    return (
+        _module_of(x.func) if isinstance(x, functools.partial) else getattr(x, "__module__", None)
+    )
+
+
+def _whole_source(x: Any, home: str | None = None, seen: dict | None = None) -> str:
+    "What decides what a function does, the same in every process: its text, and what it uses of its own module."
+    if x is None or type(x) in (str, int, float, bool, bytes):
+        return repr(x)
+    home, seen = home or _module_of(x), {} if seen is None else seen
+    if isinstance(x, (Tensor, np.ndarray)):
+        return f"{x.dtype} {_digest(str(x.tolist()))}"
+    several = isinstance(x, (Mapping, list, tuple, set, frozenset))
+    if not several and _module_of(x) != home:
+        shown = x.name if isinstance(x, Path) else getattr(x, "__name__", None) or repr(x)
+        return re.sub(" at 0x[0-9a-fA-F]+", "", str(shown))  # another in every process
+    if id(x) in seen:
+        return ""
+    seen[id(x)] = x  # which keeps it, and so its id
+    each = functools.partial(_whole_source, home=home, seen=seen)
+    if several and not isinstance(x, Mapping):
+        found = map(each, x)
+        return str(sorted(found) if isinstance(x, (set, frozenset)) else [*found])
+    parts = x if several else dict(sorted(_held_by(x).items()))
+    return _source(x) + "".join(f"\n{k} = {each(v)}" for k, v in parts.items())
 
 # %% ../../nbs/lab/06_runs.ipynb #bf078424
+_WITH = "\n# with what it holds and uses: "
+
+
 @functools.cache
 def _checksum(path: str, size: int, changed_ns: int) -> str:
     "Read once for all jobs of a study, while the file stays as it is."
@@ -557,12 +600,8 @@ def _checksum(path: str, size: int, changed_ns: int) -> str:
 @patch
 def sources(self: Spec, variants: Mapping[str, Mapping]) -> dict[str, str]:
     "The text of the functions of a study, with those in these variants, also of those that the notebook has registered, and checksums of its files of tasks and models."
-    own = {k: getattr(self, k) for k in ("make", "evaluate")}
+    found, own = {}, {k: getattr(self, k) for k in ("make", "evaluate")}
     own |= {f"{r}.{k}": v for (_, r), mine in registered().items() for k, v in mine.items()}
-    found = {k: _source(v) for k, v in own.items() if v is not None}
-    for k in found:  # of one that holds something, what it holds, too
-        if getattr(own[k], "__closure__", None) or not hasattr(own[k], "__qualname__"):
-            found[k] += f" {_function_name(own[k])}"
     given = {f"the base: {k}": v for k, v in leaves(self.base)}
     given |= {f"{name}: {k}": v for name, keys in variants.items() for k, v in leaves(keys)}
     given |= dict(leaves(self.tune_tasks, "the base: tasks.eval for tuning"))
@@ -572,7 +611,8 @@ def sources(self: Spec, variants: Mapping[str, Mapping]) -> dict[str, str]:
         files = [(p, os.stat(p)) for p in (path, *inside) if os.path.isfile(p)]
         if sums := [_checksum(p, s.st_size, s.st_mtime_ns) for p, s in files]:
             found[k] = " ".join(sums)
-    return found | {k: _whole_source(v) for k, v in given.items() if callable(v)}
+    text = lambda f: f"{_source(f)}{_WITH}{_digest(_whole_source(f))}"
+    return found | {k: text(v) for k, v in (own | given).items() if callable(v)}
 
 # %% ../../nbs/lab/06_runs.ipynb #125699d8
 @patch

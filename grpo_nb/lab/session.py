@@ -152,8 +152,8 @@ GRPO.add_default_callback(_Session)
 @patch
 def on_fit_start(self: _Session, trainer: GRPO):
     "Open the record, and catch interrupts."
-    if self.half:
-        raise ValueError(self.half)
+    if self.half or self.around is not None:
+        raise ValueError(self.half or "fit() is under way: a callback cannot call it.")
     trainer.open_run()
     self.saved_at = time.monotonic()
     self.mark("running")
@@ -611,7 +611,9 @@ def _open_run(self: _Session) -> tuple:  # the state that was loaded, the file o
         trainer.history = History(run.dir / "metrics.jsonl")
         if (n := len(trainer.history)) < trainer.step_done:
             run.warn("missing_rows", f"its metrics have {n} rows of {trainer.step_done} steps")
-    elif not trainer.history:
+    else:
+        for row in trainer.history:  # steps that were done before
+            run.log(row["step"], row)
         trainer.history.file = run.dir / "metrics.jsonl"
     return state, run.dir / "metrics.jsonl" if again else None
 
