@@ -156,6 +156,9 @@ def spoilt(kind):
         value, weights = (1, torch.nan)[place()[0]], trainer.policy.logits.data
         trainer.optimizer.register_step_post_hook(lambda *_: weights.mul_(value))
         trainer.fit()
+    if kind == "key":
+        trainer.config.optimizer.lr = (0.5, 0.6)[place()[0]]
+        trainer.fit()
     if kind == "tasks":
         trainer.step(trainer.stream.tasks[place()[0] :])
     if kind == "rollout":
@@ -176,7 +179,7 @@ def fails(completion, **_):
     return 1 / (1 - place()[0])
 
 
-SPOILT = ("old", "gradient", "reward", "weights", "tasks", "rollout", "call")
+SPOILT = ("old", "gradient", "reward", "weights", "key", "tasks", "rollout", "call")
 
 
 def run_jobs(rank, jobs, folder):
@@ -255,6 +258,7 @@ def test_what_is_wrong_on_one_process_is_told_to_all(two_ranks):
     one, two = two_ranks["reward"]
     assert one == two and one.startswith("RewardError: Reward 'fails', sample 8: ZeroDivisionError")
     assert all("weights are not finite since step 1" in said for said in two_ranks["weights"])
+    assert all("optimizer.lr is 0.6 on process 1" in said for said in two_ranks["key"])
     assert all("the batch (its size, a checksum" in said for said in two_ranks["tasks"])
     assert all("the rollout (its samples" in said for said in two_ranks["rollout"])
     called = "PeerError: Process 0 is in step and process 1 in evaluate: all processes call"

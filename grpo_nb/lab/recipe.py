@@ -337,14 +337,15 @@ def _check_processes(config: TrainerConfig, tasks: Any) -> None:
     _check_same(same | {"the data": [_task_facts(t) for t in _tasksets_of(tasks)]})
 
 
-def _check_peers(trainer: GRPO) -> None:
-    "Refuse other tasks or another policy on another process, also those of one's own."
+def _check_peers(trainer: GRPO) -> SimpleNamespace:
+    "Refuse other keys, tasks or another policy on another process, also those of one's own and those set later."
     _check_processes(trainer.config, trainer.stream)
     if place()[1] > 1:
         parts = _part_facts(trainer)
         same = {k: parts[k] for k in ("policy", "eval_tasks", "rewards")}
         same = flat_keys(plain(same)) | functions_in(trainer.config)
         _check_same({k: v for k, v in same.items() if not k.endswith("device")})
+    return SimpleNamespace(on_fit_start=_check_peers)
 
 
 GRPO.add_default_callback(_check_peers)
