@@ -174,13 +174,11 @@ def _open_block(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[GRPO
     return config, block
 
 # %% ../nbs/07_cli.ipynb #9654a8e8
-def _compare(
-    recipe: str | Path, overrides: Sequence[str] = (), **given
-) -> tuple[Study, Path | None]:
+def _compare(recipe: str | Path, overrides: Sequence[str] = (), **how) -> tuple[Study, Path | None]:
     "Run the comparison of a recipe with what is given instead of its block's; print its table, and write its report once it is finished."
     config, block = _open_block(recipe, overrides)
     block = {"dir": "runs/compare", "workers": 1, **_read_block(block)}
-    block |= {k: v for k, v in given.items() if v is not None}
+    block |= {k: v for k, v in how.items() if v is not None}
     base, ours = flat_keys(block.pop("base", {})), [o for o in overrides if o[:8] != "compare."]
     fixed = "seed steps max_seconds threads eval.every run.dir run.if_exists".split()
     if dead := [k for k in [*base, *(o.partition("=")[0] for o in ours)] if k in fixed]:

@@ -148,9 +148,8 @@ def sample(
         return None
     self.check_tasks(tasks)
     with self.counters.timed("gen_seconds"):
-        rollout = sample_in_shares(
-            self.policy, tasks, self.config.num_generations, self.generators["sampling"]
-        )
+        draws = self.config.num_generations, self.generators["sampling"]
+        rollout = sample_in_shares(self.policy, tasks, *draws)
     if "staleness" in rollout.info:  # a server drew it
         rollout.info["policy_version"] = self.policy_version - rollout.info["staleness"]
     tokens = int(rollout.mask_NS.sum())
@@ -177,9 +176,8 @@ def _warn_of_overlap(sets: Iterable, held_out: Iterable) -> None:
 def check_tasks(self: GRPO, drawn: Sequence = ()):
     "Error for a task that cannot be trained on, also of those drawn for this step, with its file and row."
     encode = getattr(self.policy, "encode_all", None)
-    needs = dict.fromkeys(
-        x for s in self.rewards.specs for k in s.needs for x in (k.partition(".")[0], k)
-    )
+    named = [k for s in self.rewards.specs for k in s.needs]
+    needs = dict.fromkeys(x for k in named for x in (k.partition(".")[0], k))
     checks = [s.check for s in self.rewards.specs if s.check is not None]
     stream, held_out = self.stream, self.eval_tasks
     sets = [*getattr(stream, "tasksets", [getattr(stream, "tasks", ())])]
@@ -561,9 +559,8 @@ def _check_setup(self: GRPO):
     if ends and ends < c.steps and falls != "constant":
         said = f"The tasks end after {ends} steps, but the {falls} schedule falls over steps={c.steps}: set steps={ends}."
         warnings.warn(said, stacklevel=3)
-    scaled = [
-        w * c.advantage.scales.get(k, 1) for k, w in zip(self.rewards.components, self.weights)
-    ]
+    weighted = zip(self.rewards.components, self.weights)
+    scaled = [w * c.advantage.scales.get(k, 1) for k, w in weighted]
     zeros = {
         "All reward weights or scales are 0": not any(scaled),
         "optimizer.lr is 0": not c.optimizer.lr,

@@ -9,23 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from records import agree, cases, wanted
 
-from grpo_nb.advantages import (
-    ADVANTAGES,
-    AdvantageConfig,
-    compute_advantages,
-    dr_grpo,
-    gate,
-    gdpo,
-    gdpo_verl,
-    gpg,
-    grpo,
-    mo_grpo,
-    opo,
-    passk,
-    reinforce_pp_baseline,
-    rloo,
-    spread_to_tokens,
-)
+from grpo_nb.advantages import ADVANTAGES, AdvantageConfig, compute_advantages, dr_grpo, gate, gdpo
+from grpo_nb.advantages import gdpo_verl, gpg, grpo, mo_grpo, opo, passk, reinforce_pp_baseline
+from grpo_nb.advantages import rloo, spread_to_tokens
 from grpo_nb.core import Groups, group_stats
 from grpo_nb.filter_groups import varies
 

@@ -15,13 +15,8 @@ from records import cases, wanted
 from grpo_nb.collector import FilterCapError, GroupCollector
 from grpo_nb.config import build_config
 from grpo_nb.core import Groups, Rollout
-from grpo_nb.filter_groups import (
-    FilterGroupsConfig,
-    UnknownFilterMetric,
-    decide,
-    keep_groups,
-    resolve_metric,
-)
+from grpo_nb.filter_groups import FilterGroupsConfig, UnknownFilterMetric, decide, keep_groups
+from grpo_nb.filter_groups import resolve_metric
 from grpo_nb.lab.logs import format_summary, parse_filter_logs
 from grpo_nb.tasks import Task
 

@@ -10,24 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import cases
 
-from grpo_nb.losses import (
-    AGGREGATIONS,
-    POLICY_LOSSES,
-    Clip,
-    LossConfig,
-    _clip_metrics,
-    _item_mean,
-    _ratio_mask,
-    aggregate,
-    apply_mask,
-    at_level,
-    cispo,
-    kl_penalty,
-    minibatch_counts,
-    policy_loss,
-    report,
-    vespo,
-)
+from grpo_nb.losses import AGGREGATIONS, POLICY_LOSSES, Clip, LossConfig, _clip_metrics, _item_mean
+from grpo_nb.losses import _ratio_mask, aggregate, apply_mask, at_level, cispo, kl_penalty
+from grpo_nb.losses import minibatch_counts, policy_loss, report, vespo
 
 INF = math.inf
 pytestmark = pytest.mark.filterwarnings("ignore:A sequence-level ratio")

@@ -15,12 +15,8 @@ from grpo_nb.advantages import AdvantageConfig, Gate, compute_advantages
 from grpo_nb.all import GRPO, Samples, compare
 from grpo_nb.applications import movielens as ml
 from grpo_nb.list_parsing import _normalise_title, _read_item, parse_rollout
-from grpo_nb.ranking import (
-    SafetyOracle,
-    make_relevance_reward,
-    make_safe_reward,
-    make_safety_reward,
-)
+from grpo_nb.ranking import SafetyOracle, make_relevance_reward, make_safe_reward
+from grpo_nb.ranking import make_safety_reward
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "data" / "build"))

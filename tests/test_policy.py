@@ -20,16 +20,8 @@ from huggingface_hub import HfApi, constants
 from resumed import check_resume
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    Lfm2Config,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Lfm2Config, LlamaConfig
+from transformers import MistralConfig, MixtralConfig, Qwen2Config
 
 from grpo_nb.all import GRPO, TokenPolicy, check_on_policy, concat, load_config, seeded
 from grpo_nb.policies.decoding import _Decoder, _LlamaDecoder, _shape_logits

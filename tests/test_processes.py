@@ -10,16 +10,8 @@ import pytest
 import torch
 from resumed import check_resume, every, is_timing
 
-from grpo_nb.all import (
-    ADVANTAGES,
-    GRPO,
-    GRPOConfig,
-    Rollout,
-    TokenPolicy,
-    data_path,
-    reward_function,
-    seeded,
-)
+from grpo_nb.all import ADVANTAGES, GRPO, GRPOConfig, Rollout, TokenPolicy, data_path
+from grpo_nb.all import reward_function, seeded
 from grpo_nb.losses import AGGREGATIONS
 from grpo_nb.processes import place
 

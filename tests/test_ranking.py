@@ -13,14 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_nb.advantages import spread_to_tokens
 from grpo_nb.core import Rollout
-from grpo_nb.list_parsing import (
-    ListParser,
-    Titles,
-    _read_item,
-    parse_rollout,
-    token_pieces,
-    with_lists,
-)
+from grpo_nb.list_parsing import ListParser, Titles, _read_item, parse_rollout, token_pieces
+from grpo_nb.list_parsing import with_lists
 from grpo_nb.ranking import SafetyOracle, make_relevance_reward, make_safe_reward
 
 FAST = settings(max_examples=60, deadline=None)

@@ -24,14 +24,8 @@ from resumed import check_resume, differences
 
 from grpo_nb.files import RunLocked, read_jsonl
 from grpo_nb.lab import checkpoint, progress, record, session
-from grpo_nb.lab.checkpoint import (
-    _CHECKSUM,
-    CheckpointError,
-    _check_seal,
-    checkpoints,
-    latest,
-    read_state,
-)
+from grpo_nb.lab.checkpoint import _CHECKSUM, CheckpointError, _check_seal, checkpoints, latest
+from grpo_nb.lab.checkpoint import read_state
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.processes import ProcessLost
 from grpo_nb.trainer import GRPO

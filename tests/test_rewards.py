@@ -28,14 +28,8 @@ from grpo_nb.reward_runner import RewardConfig, RewardRunner
 from grpo_nb.reward_workers import _decode
 from grpo_nb.rewards import RewardError, reward_function
 from grpo_nb.tasks import Task
-from grpo_nb.verifiers import (
-    answer_tags,
-    exact_answer,
-    format_match,
-    length_target,
-    math_equivalence,
-    reasoning_gym_score,
-)
+from grpo_nb.verifiers import answer_tags, exact_answer, format_match, length_target
+from grpo_nb.verifiers import math_equivalence, reasoning_gym_score
 
 ROOT = Path(__file__).resolve().parents[1]
 nan = math.nan

@@ -20,21 +20,9 @@ from test_rewards import batch as rollout_of_texts
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.reward_runner import RewardRunner
 from grpo_nb.tasks import Task
-from grpo_nb.verifiers import (
-    _MATH_MEMORY,
-    _between_tags,
-    _gym_scorer,
-    _is_prose,
-    _listed,
-    _memory_limit,
-    _quantity,
-    _without_unit,
-    answer_tags,
-    exact_answer,
-    format_match,
-    math_equivalence,
-    reasoning_gym_score,
-)
+from grpo_nb.verifiers import _MATH_MEMORY, _between_tags, _gym_scorer, _is_prose, _listed
+from grpo_nb.verifiers import _memory_limit, _quantity, _without_unit, answer_tags, exact_answer
+from grpo_nb.verifiers import format_match, math_equivalence, reasoning_gym_score
 
 ROOT = Path(__file__).resolve().parents[1]
 QUIET = dict(warn_error_share=1.0, max_error_share=1.0)

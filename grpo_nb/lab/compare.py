@@ -112,9 +112,8 @@ def _choose(spec: Spec, variant: str, runs: Iterable[Mapping]) -> dict:
     found = {}
     for r in runs:
         if r["variant"] == variant:
-            found.setdefault(_digest(hide_secrets(r["overrides"])), []).append(
-                _final_score(r, spec.metric)
-            )
+            at = _digest(hide_secrets(r["overrides"]))
+            found.setdefault(at, []).append(_final_score(r, spec.metric))
     given = spec.variants[variant]
     means = [np.mean(found.get(_digest(hide_secrets(plain(given | o))), [np.nan])) for o in options]
     if np.isnan(means).all():

@@ -68,8 +68,8 @@ def _fill_level(lengths: Sequence[int], budget: int) -> int:
     return max(lengths, default=0)
 
 # %% ../../nbs/lab/00_frames.ipynb #7bfb374a
-def _cut_text(text: str, limit: int) -> str:
-    if len(text) <= limit:
+def _cut_text(text: Any, limit: int) -> Any:
+    if not isinstance(text, str) or len(text) <= limit:
         return text
     head, tail = text[: limit // 2], text[len(text) - (limit - limit // 2) :]
     return f"{head} …[{len(text) - limit} characters left out]… {tail}"
@@ -82,9 +82,7 @@ def _sample_rows(step: int, rows, max_rows: int = 32, max_chars: int = 20_000) -
     keep = _whole_groups([str(row.get("group", i)) for i, row in enumerate(rows)], max_rows)
     out = [{"step": int(step)} | _sample_row(rows[i]) for i in keep]
     level = _fill_level([len(v) for r in out for v in r.values() if isinstance(v, str)], max_chars)
-    return [
-        {k: _cut_text(v, level) if isinstance(v, str) else v for k, v in r.items()} for r in out
-    ]
+    return [{k: _cut_text(v, level) for k, v in r.items()} for r in out]
 
 # %% ../../nbs/lab/00_frames.ipynb #6c266a6e
 def _whole_groups(groups: Sequence, most: int) -> list[int]:

@@ -273,9 +273,6 @@ class _TensorBoard:
             if value is not None and name != "step":
                 self.writer.add_scalar(name, value, row["step"])
 
-    def log_samples(self, step: int, rows: Sequence[Mapping]) -> None:
-        "It has no tables."
-
     def close(self, failed: bool) -> None:
         if self.writer is not None:
             self.writer.close()
@@ -358,7 +355,7 @@ def _show(self: Run, moment: str, *what) -> None:
     "Tell the mirrors; one that fails is reported once and left out from then on."
     for mirror in [*self._mirrors]:
         try:
-            getattr(mirror, moment)(*what)
+            getattr(mirror, moment, lambda *_: None)(*what)  # TensorBoard has no tables
         except Exception as e:
             self._mirrors.remove(mirror)
             with contextlib.suppress(Exception):

@@ -141,11 +141,9 @@ def train(self: _Record, trainer, start: Mapping) -> str:
     return self.ended
 
 # %% ../../nbs/lab/06_runs.ipynb #4d114d76
-def _run_config(
-    base: GRPOConfig, overrides: Mapping, seed: int, budget: Budget, dir=None, threads=1
-):
+def _run_config(base: GRPOConfig, keys: Mapping, seed: int, budget: Budget, dir=None, threads=1):
     "The configuration of one run, of a variant and its tuned values."
-    c = override(base, overrides)
+    c = override(base, keys)
     if budget.unit not in ("steps", "samples") and c.optimizer.schedule != "constant":
         raise ValueError(
             f"optimizer.schedule={c.optimizer.schedule!r} needs to know the number of steps, which a budget of "
@@ -522,13 +520,12 @@ def _codes(code: Any) -> list:
 def _text_of(code) -> str:
     try:
         text = textwrap.dedent(inspect.getsource(code)).strip()
-    except OSError:  # made by `exec`
-        constants = [k for c in _codes(code) for k in c.co_consts if not inspect.iscode(k)]
-        return f"{code.co_name} {constants} {[c.co_code.hex() for c in _codes(code)]}"
-    try:
         return ast.unparse(ast.parse(text))
     except SyntaxError:  # a lambda in the middle of an expression
         return text
+    except OSError:  # made by `exec`
+        constants = [k for c in _codes(code) for k in c.co_consts if not inspect.iscode(k)]
+        return f"{code.co_name} {constants} {[c.co_code.hex() for c in _codes(code)]}"
 
 
 def _source(function: Callable) -> str:
@@ -561,9 +558,7 @@ def _held_by(x: Any) -> dict[str, Any]:
 
 # %% ../../nbs/lab/06_runs.ipynb #78747724
 def _module_of(x: Any) -> str | None:
-    return (
-        _module_of(x.func) if isinstance(x, functools.partial) else getattr(x, "__module__", None)
-    )
+    return getattr(x.func if isinstance(x, functools.partial) else x, "__module__", None)
 
 
 def _whole_source(x: Any, home: str | None = None, seen: dict | None = None) -> str:

@@ -320,9 +320,8 @@ def on_step_end(self: _Session, trainer: GRPO, row: Mapping):
         else:
             rollout, advantages, report = trainer.last
             if c.samples_every and (step % c.samples_every == 0 or step == 1):
-                self.run.log_samples(
-                    step, sample_table(rollout, advantages, trainer.weights), c.samples_rows
-                )
+                table = sample_table(rollout, advantages, trainer.weights)
+                self.run.log_samples(step, table, c.samples_rows)
             if report.reason:
                 self.run.event("kl_stop", step=step, reason=report.reason)
     if self.bar is not None:
