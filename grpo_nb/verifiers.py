@@ -104,8 +104,7 @@ lb lbs pound pounds; oz ounce ounces; ml; liter liters litre litres L; ms; sec s
 hr hour hours h; unit units; day days; week weeks; month months; year years; km/h kmh; m/s; mph"""
 _UNIT = {name: unit.split()[0] for unit in re.split("[;\n]", _UNITS) for name in unit.split()}
 _TIMES = dict(dozen=12, hundred=100, thousand=10**3, million=10**6, billion=10**9, trillion=10**12)
-_NO_NOUN = r"(?!ones$|tens$|halves$|thirds$|quarters$|\w*times$|always$|perhaps$|\w*ths$)"
-_COUNTED = _NO_NOUN + "[a-z]{2,}[a-rtv-z]s|people|children|men|women"  # apples
+_COUNTED = r"(?!ones$|tens$|halves$|thirds$|quarters$|\w*times$|always$|perhaps$|\w*ths$)[a-z]{2,}[a-rtv-z]s|people|children|men|women"  # apples
 _NUMBER = re.compile(
     r"(?P<sign>[-+]?) ?(?:(?P<money>[$€£¥₹]) ?)?(?P<minus>[-+]?)(?:"
     r"(?P<digits>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?: [0-9]{3}){2,}|[0-9]*)(?P<decimals>\.[0-9]+)?"
@@ -258,13 +257,10 @@ def _number_texts(value: Any) -> list[str]:
         return [f"{value:f}"]
     if not isinstance(value, (float, np.floating)) or not np.isfinite(value):
         return [str(value)]
-    whole = (
-        [str(int(value))] if float(value).is_integer() else []
-    )  # of 1e23: 99999999999999991611392
+    whole = [str(int(value))] * float(value).is_integer()  # of 1e23: 99999999999999991611392
     with np.errstate(over="ignore"):
         forms = [x for x in (value, np.float32(value)) if float(x) == float(value)]
-    texts = [np.format_float_positional(x, trim="-") for x in forms]
-    return list(dict.fromkeys([*whole, *texts]))
+    return [*dict.fromkeys([*whole, *(np.format_float_positional(x, trim="-") for x in forms)])]
 
 # %% ../nbs/method/02_verifiers.ipynb #a46ee18d
 def _accepted_answers(wanted: Any, column: str, finder: _AnswerFinder) -> list[str]:
@@ -345,12 +341,13 @@ def _listed(text: str) -> str:
     "Values joined by `and` or `or` as a list with commas; a matrix drawn as an array as a matrix."
     array = r"(?s)\\left ?[\[(] ?\\begin ?\{array\} ?(?:\{[lcr]*\})?((?:(?!\\begin).)*?)\\end ?\{array\} ?\\right ?[\])]"
     text = re.sub(array, r"\\begin{pmatrix}\1\\end{pmatrix}", text)
+    text = re.sub(r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"(?<![\\A-Za-z])(pi|sqrt|sin|cos|tan|ln|log)(?![a-z])", r"\\\1 ", text)
     if re.search(r"[<>]|\\(?:[lg]e|[lg]eq|[lg]t|leqslant|geqslant)(?![A-Za-z])", text):
         return text
     spoken = r"(?<=[\d)}\]])(?: ?\$)?,? ?(?:and|or) ?(?:\$ ?)?(?=[-+\d(\\\[{]|[A-Za-z](?:_\w)? ?=)"
-    return re.sub(
-        rf"(?:\\q?quad ?)?(?:, ?)?{_WRITTEN_AND}(?: ?\\q?quad)?|{spoken}|\$ ?[,;] ?\$", ", ", text
-    )
+    spoken = rf"(?:\\q?quad ?)?(?:, ?)?{_WRITTEN_AND}(?: ?\\q?quad)?|{spoken}|\$ ?[,;] ?\$"
+    return re.sub(spoken, ", ", text)
 
 
 def _result(text: str) -> str:
@@ -380,6 +377,7 @@ def _mathematics(text: str) -> str:
             return text
         return _bare(_with_neighbours(before, *parts[-2:]))
     plain = re.sub(_EMPHASIS, "", text)
+    plain = re.sub(r"(?i)^(\S+) is (?:the|my) (?:final )?answer\.?$", r"answer: \1", plain)
     told = re.fullmatch(_TOLD, plain)
     if told and (_quantity(told[2]) or not _is_prose(told[2])):
         return "" if _DOUBTED.search("\n" + told[1][-299:]) else told[2]
@@ -418,8 +416,7 @@ def _memory_limit(extra: int) -> Iterator[None]:
 # %% ../nbs/method/02_verifiers.ipynb #2cbcf0d8
 def _digits(text: str) -> Any:
     "What sympy makes of a text while this reward reads: an exact fraction of digits, and of no other text anything, so that none reaches its evaluator."
-    from sympy import Rational
-    from sympy.core.sympify import SympifyError
+    from sympy import Rational, SympifyError
 
     if not re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", text):
         raise SympifyError(text)
@@ -435,8 +432,10 @@ def _read_math(text: str, limit: int) -> Any:  # a sympy object; None if it cann
     from sympy import I
     from sympy.core.sympify import converter
 
-    root = r"(\\sqrt(?: ?\[\w+\])?) ?([0-9]+(?:\.[0-9]+)?)"  # of 15, not of 1 times 5
-    text = re.sub(root, r"\1{\2}", text.translate(_SIGNS))
+    root = (
+        r"(\\sqrt(?: ?\[\w+\])?) ?(?:([0-9]+(?:\.[0-9]+)?)|\(([^()]*)\))"  # of 15, not of 1 times 5
+    )
+    text = re.sub(root, r"\1{\2\3}", text.translate(_SIGNS))
     repeating = r"([0-9]+\.([0-9]*))\\(?:overline|bar|dot) ?\{?([0-9]+)\}?(?! ?\\dot)"
     nines = lambda m: rf"({m[1]}0+\frac{{{m[3]}}}{{{'9' * len(m[3])}{'0' * len(m[2])}}})"
     text = re.sub(repeating, nines, text)
@@ -446,9 +445,7 @@ def _read_math(text: str, limit: int) -> Any:  # a sympy object; None if it cann
         letter = r"(?:T|\\top|\\intercal|\\math\w+ ?\{ ?T ?\})"
         text = re.sub(rf"\^ ?(?:{letter}|\{{ ?{letter} ?\}})", "^{T }", text)
     text = re.sub(r"\\log_(?:e|\{e\})", r"\\ln ", text).replace(r"\varnothing", r"\emptyset")
-    text = normalize_latex(
-        text, NormalizationConfig(malformed_operators=True, nits=True)
-    )  # units stay
+    text = normalize_latex(text, NormalizationConfig(malformed_operators=True, nits=True))
     how = dict(is_real=not should_treat_as_complex(text), normalization_config=None)
     how |= dict(conversion_config=ConversionConfig(lowercase_symbols=False))
     with suppress(Exception), mock.patch.dict(converter, {str: _digits}):
@@ -478,16 +475,21 @@ def _same_math(gold: Any, guess: Any, limit: int) -> bool:
     return bool(simplify(gold - guess) == 0)
 
 # %% ../nbs/method/02_verifiers.ipynb #99b944b9
-def _false_chain(text: str, limit: int) -> bool:
-    "Whether numbers are said to be equal that are not, as in 2+2=5; one behind may be rounded."
+def _seconds_left(end: float) -> int:
     from math_verify.errors import TimeoutException
 
-    last = None
-    for part in map(str.strip, text.rstrip(".").split("=")):
-        before, last = last, None
-        with suppress(AttributeError, TimeoutException):
-            odd = re.search(r"^[A-Za-z]$|[%$]|\\text|\\mathrm", part)  # a name, a unit
-            last = None if odd or not (read := _read_math(part, limit)).is_number else read
+    if end < time.monotonic():
+        raise TimeoutException
+    return math.ceil(end - time.monotonic())
+
+
+def _false_chain(text: str, left: Callable) -> bool:
+    "Whether numbers are said to be equal that are not, as in 2+2=5; one behind may be rounded."
+    last, parts = None, text.rstrip(".").split("=")
+    for part in map(str.strip, parts if len(parts) > 1 else ()):
+        odd = re.search(r"^[A-Za-z]$|[%$]|\\text|\\mathrm", part)  # a name, a unit
+        read = None if odd else _read_math(part, left())
+        before, last = last, read if getattr(read, "is_number", False) else None
         places = len(part.partition(".")[2])
         near = 10**-places if places else abs(last or 0) * 1e-9
         if None not in (before, last) and abs((before - last).evalf(30)) > near:
@@ -504,7 +506,7 @@ def _both_named(*texts: str) -> list[str]:
         return [*texts]  # two equations
     name = r"((?:\\angle ?)?[A-Z]{2,3}|(?:[A-Za-z]|\\[A-Za-z]+)(?:_\w|_\{\w+\})?(?:\([^()=]*\)|\{\w+\})?|\([A-Za-z](?:, ?[A-Za-z])*\))"
     named = rf"(?:^|(?<=,)) *{name} ?(?:=|\\in(?![A-Za-z])) ?(?=[^=<>]*(?:$|,))"
-    once = lambda text: len({m[1] for m in re.finditer(named, text)}) == 1
+    once = lambda text: len({m[1].partition("_")[0] for m in re.finditer(named, text)}) == 1
     turned = rf"(?<=[^=]) ?= ?{name}$"
     return [re.sub(named if once(text) else turned, "", text) for text in texts]
 
@@ -516,13 +518,26 @@ def _unspaced(text: str) -> str:
     return re.sub(r"(_(?=\{\w+\})|\^(?=\{\w\}))\{(\w+)\}", r"\1\2", text).removeprefix("+")
 
 
-def _equal_math(found: str, reference: str, limit: int) -> bool:
-    "Whether two pieces of mathematics are equal, in `limit` seconds a step."
+def _read_reference(text: str, limit: int) -> Any:
     from math_verify.errors import TimeoutException
+
+    try:
+        found = _read_math(text, limit)
+    except TimeoutException as e:
+        raise TimeoutError(f"math-verify took more than {limit} s over the reference") from e
+    if found is None and text.count("{") != text.count("}"):
+        raise ValueError(f"math-verify cannot parse the reference {text!r}")
+    return found
+
+
+def _equal_math(found: str, reference: str, limit: int) -> bool:
+    "Whether two pieces of mathematics are equal, in `limit` seconds."
     from math_verify.utils import timeout
     from sympy import FiniteSet, Rational
 
-    texts = _both_named(*map(_result, ("" if _false_chain(found, limit) else found, reference)))
+    left = partial(_seconds_left, time.monotonic() + limit)
+    found = "" if len(found) > 10_000 or _false_chain(found, left) else found
+    texts = _both_named(*map(_result, (found, reference)))
     (found, unit), (reference, wanted) = map(_without_unit, texts)
     pair = _quantity(found), _quantity(reference)
     units = {unit, wanted, *(q[1] for q in pair if q)} - {""}  # cm behind 5, $ before it
@@ -537,25 +552,21 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     guess, gold = (q and Rational(q[0]) for q in pair)  # 1 2/3, 2e3
     if gold is None and _is_prose(reference):
         return False
-    gold = _read_math(reference, limit) if gold is None else gold
+    gold = _read_reference(reference, limit) if gold is None else gold
     if gold is None:  # sets of points, logic: the same text is right
-        if reference.count("{") != reference.count("}"):
-            raise ValueError(f"math-verify cannot parse the reference {reference!r}")
         return False
     try:
         if guess is None and found and not _is_prose(found):
-            guess = _read_math(found, limit)
-        if guess is None or not timeout(limit)(_same_math)(gold, guess, limit):
+            guess = _read_math(found, left())
+        if guess is None or not timeout(left())(_same_math)(gold, guess, left()):
             return False
         if not isinstance(gold, FiniteSet) or "\\{" in found + reference:
             return True
-        each = [
-            sorted(re.split(r"(?<!\\)[,;](?![^(]*\))", _unspaced(text)))
-            for text in (reference, found)
-        ]
-        return max(map(len, each)) <= len(gold.args) or each[0] == each[1]  # 1,1,2 or 1,2,2
-    except (Exception, TimeoutException):
-        return False  # what cannot be read or compared in its limits is not equal
+        parts = lambda text: sorted(re.split(r"(?<!\\)[,;](?![^(]*\))", _unspaced(text)))
+        a, b = parts(reference), parts(found)  # 1,1,2 or 1,2,2
+        return max(len(a), len(b)) <= len(gold.args) or a == b
+    except Exception:
+        return False  # what cannot be read or compared is not equal
 
 # %% ../nbs/method/02_verifiers.ipynb #be6a76c8
 @REWARDS.register(force=True)
@@ -573,15 +584,11 @@ def math_equivalence(
     def same(found, accepted):
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("math-verify needs the main thread: run it through RewardRunner")
-        end = time.monotonic() + limit  # for all of them: the worker has a deadline
-        left = lambda: math.ceil(end - time.monotonic())
-        short = len(found) < 10_000  # more is no answer, and reading takes the square of it
-        pairs = ((_mathematics(found), _mathematics(x)) for x in accepted if short)
-        try:
-            with _memory_limit(_MATH_MEMORY):
-                return any(left() > 0 and _equal_math(*pair, left()) for pair in pairs)
-        except TimeoutException as e:
-            raise TimeoutError(f"math-verify took more than {limit} s over the reference") from e
+        left = partial(_seconds_left, time.monotonic() + limit)  # for all: a worker has a deadline
+        pairs = ((_mathematics(found), _mathematics(x)) for x in accepted)
+        with suppress(TimeoutException), _memory_limit(_MATH_MEMORY):
+            return any(_equal_math(*pair, left()) for pair in pairs)
+        return False
 
     warm_up = partial(_equal_math, "(x-1)(x+1)", "x^2-1/3", 60)  # the first one takes seconds
     how = dict(own_process=True, warm_up=warm_up)
@@ -661,7 +668,7 @@ def soft_overlong(
     max_length = check_number("soft_overlong: max_length", max_length, buffer)
     factor = check_number("soft_overlong: factor", factor, 0)
 
-    @reward_function(name="soft_overlong", needs=["completion_ids"])
+    @reward_function(name="soft_overlong", form="single", needs=["completion_ids"])
     def reward(completion_ids, **columns):
         over = (len(completion_ids) - (max_length - buffer)) / buffer
         return 0.0 - factor * min(max(over, 0.0), 1.0)
@@ -717,12 +724,8 @@ def _gym_chance(answer: str | None, entry: Mapping) -> float:
     return float(said is not None and abs(said[0] - right) <= right / 10_000)
 
 
-_GYM_SCORERS = {
-    "coin_flip": _gym_chance,
-    "countdown": _gym_numbers,
-    "puzzle24": _gym_numbers,
-    "game_of_life_halting": _gym_word,
-}
+_GYM_SCORERS = dict(coin_flip=_gym_chance, countdown=_gym_numbers, puzzle24=_gym_numbers)
+_GYM_SCORERS["game_of_life_halting"] = _gym_word
 
 # %% ../nbs/method/02_verifiers.ipynb #04ba4e3b
 _EVALUATE = {"eval", "exec", "compile", "parse_expr", "sympify", "literal_eval"}
@@ -746,11 +749,9 @@ def _gym_scorer(name: str) -> Callable[[str | None, Mapping], float]:
     from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
     kind, _ = DATASETS[one_of("reasoning-gym dataset", name, DATASETS)]
-    found = _evaluators(kind.score_answer, kind, set())
-    if found:
+    if found := _evaluators(kind.score_answer, kind, set()):
         raise ValueError(
-            f"reasoning-gym's scorer of {name!r} evaluates the text of the model ({', '.join(sorted(found))}), which "
-            "could run anything: write a reward of your own for this dataset."
+            f"reasoning-gym's scorer of {name!r} evaluates the text of the model ({', '.join(sorted(found))}): write a reward of your own."
         )
     score = get_score_answer_fn(name)
     # what they pay for: nan; -5, also among words

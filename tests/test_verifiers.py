@@ -51,11 +51,12 @@ def test_math_equivalence_in_its_worker():
         ("(1,3)", "(1,2)", 0),
         ("$1$", None, -99),
         ("$9^{9^{9^{9}}}$", "x", 0),  # nothing an answer holds ends a training
+        ("9^{9^{9}}=5", "5", 0),
         ("$9^{9^{9^{9}}}$", list("uvwxyz"), 0),
         (r"$\int_0^1 x^{1000000} dx$", "1", 0),
         ("$1$", r"\frac{", -2),
     ]
-    options = dict(on_timeout=-1.0, on_error=-2.0, **QUIET)
+    options = dict(on_timeout=-1.0, on_error=-2.0, timeout_s=4.0, **QUIET)
     maths = math_equivalence(math_timeout_s=2)
     with ThreadPoolExecutor() as pool, RewardRunner([maths], **options) as runner:
         job = batch([c for c, _, _ in cases], [{"answer": a} for _, a, _ in cases])
@@ -100,6 +101,7 @@ def test_accepted_answers_of_any_sequence():
         ("(101)_{2}", "101", 0),
         ("2^T", "2", 0),  # no transpose of a number
         ("1:2:3", "1/6", 0),
+        ("so " * 5000 + r"\boxed{6}", "6", 1),  # the length of an answer counts, not of its text
     ],
 )
 def test_a_wrong_number_is_never_right(said, answer, want):
