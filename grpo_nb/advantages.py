@@ -552,10 +552,10 @@ class Gate:
     how: Literal["zero_fill", "subgroup"] = "zero_fill"  # what those get who fail: 0, or no part
 
     def __post_init__(self):
+        if self.component == self.on:
+            raise ValueError(f"A gate needs two different components, got {self.on!r} twice.")
         if self.at_most is not None and self.at_most < self.at_least:
-            raise ValueError(
-                f"A gate from at_least={self.at_least:g} to at_most={self.at_most:g} never opens."
-            )
+            raise ValueError(f"A gate from {self.at_least:g} to {self.at_most:g} never opens.")
 
 
 @configuration
@@ -617,9 +617,7 @@ def compute_advantages(
     names = [f"r{k}" for k in range(n)] if reward_names is None else reward_names
     listed = isinstance(names, Sequence) and not isinstance(names, str)
     if not listed or not len(set(names)) == len(names) == n:
-        raise ValueError(
-            f"{n} rewards need as many reward_names that differ, got {names!r} (settings go to config=)."
-        )
+        raise ValueError(f"{n} rewards need {n} different names, got {names!r} (or config=...?).")
     _check_keys(c, names)
     x = _scaled_and_gated(rewards, names, c)
     batch = dict(mask_NK=mask_NK, missing=c.missing, singleton=c.singleton)

@@ -18,7 +18,6 @@ from typing import Any
 
 import yaml
 from fastcore.docments import docments
-from omegaconf import OmegaConf
 
 from . import __version__
 from .config import check_number, describe, one_of, override, _with_key
@@ -32,7 +31,7 @@ from .lab.recipe import GRPOConfig, load_config, _read_recipe
 from .files import RunLocked
 from .lab.frames import flat_keys
 from .lab.plots import plot_run
-from .lab.runs import FailedRun, Spec
+from .lab.runs import FailedRun, Spec, _check_fixed
 from .lab.session import _described, _untrained
 from .lab.study import Study
 from .lab.what_if import what_if
@@ -153,9 +152,9 @@ def _read_block(block: Mapping[str, Any]) -> dict[str, Any]:
         one_of("key in the compare block:", key, _BLOCK)
     out = {k: v for k, v in block.items() if v is not None}
     named = {k: out.get(k, {}) for k in ("variants", "common", "base")}
-    for name, keys in (*named.items(), *dict(named["variants"]).items()):
-        if not isinstance(keys or {}, Mapping):
-            raise ValueError(f"compare: {name} must map keys to values, got {keys!r}.")
+    for part in (named, named["variants"]):
+        if odd := [(k, v) for k, v in part.items() if not isinstance(v or {}, Mapping)]:
+            raise ValueError("compare: {} must map keys to values, got {!r}.".format(*odd[0]))
     common = flat_keys(out.pop("common", {}))
     out["variants"] = {str(k): common | flat_keys(v or {}) for k, v in out["variants"].items()}
     check_number("compare.margin", out.get("margin", 1), 0, above=True)
@@ -169,7 +168,7 @@ def _open_block(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[GRPO
     block = _read_recipe(recipe).get("compare") or {}
     for o in (o for o in overrides if o.startswith("compare.")):
         key, _, text = o.partition("=")
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        value = _read_recipe(None, [f"value={text}"])["value"]
         block = _with_key(block, key.split(".")[1:], value)
     return config, block
 
@@ -180,11 +179,7 @@ def _compare(recipe: str | Path, overrides: Sequence[str] = (), **how) -> tuple[
     block = {"dir": "runs/compare", "workers": 1, **_read_block(block)}
     block |= {k: v for k, v in how.items() if v is not None}
     base, ours = flat_keys(block.pop("base", {})), [o for o in overrides if o[:8] != "compare."]
-    fixed = "seed steps max_seconds threads eval.every run.dir run.if_exists".split()
-    if dead := [k for k in [*base, *(o.partition("=")[0] for o in ours)] if k in fixed]:
-        raise ValueError(
-            f"{dead[0]} has no effect here: set compare.seeds, budget, eval_every, threads or dir."
-        )
+    _check_fixed([*base, *ours])
     config = override(override(config, base), ours)  # what the command line says comes last
     title = str(block.pop("title", "Comparison"))
     shown = {k: block.pop(k) for k in ("baseline", "margin") if k in block}
@@ -330,9 +325,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     vars(a).update(dict.fromkeys(names) | dict(zip(names, named)))
     set_ = [w.partition("=")[0] for w in keys]
     if twice := {k for k in set_ if set_.count(k) > 1}:
-        warnings.warn(
-            f"{', '.join(sorted(twice))} is given twice: the last one counts.", stacklevel=2
-        )
+        warnings.warn(f"{', '.join(sorted(twice))} is given twice: the last counts.", stacklevel=2)
     a.overrides = keys + named[len(names) :]  # which then are refused
     return a
 

@@ -507,9 +507,7 @@ def load_state_dict(
 
     def rollout(stored: dict) -> Rollout:
         if odd := stored.keys() ^ {f.name for f in dataclasses.fields(Rollout)}:
-            raise ValueError(
-                f"The stored rollout and this version differ in the fields {sorted(odd)}."
-            )
+            raise ValueError(f"The stored rollout and this version differ in {sorted(odd)}.")
         own = {k: unpack(v, state["tensors"], self.make_task) for k, v in stored.items()}
         return Rollout(**own)
 

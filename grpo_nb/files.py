@@ -52,15 +52,22 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
         raise
 
 # %% ../nbs/ground/00_files.ipynb #6eab5cda
+def _path(value: str | Path) -> Path:
+    "What is given as a file or folder."
+    if not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"A file or folder is named by its path, got {value!r:.60}.")
+    return Path(value)
+
+
 def writable(
     name: str,  # of the argument, for the message
     path: str | Path,  # a folder
     make: bool = True,  # now, with those above it; False: only look whether that can be
 ) -> Path:  # resolved
     "A folder that can be written: the end of a computation is no time to learn that it cannot."
-    if not os.fspath(path):
+    if not str(path).strip():
         raise ValueError(f"{name} is empty: name a folder.")
-    path = Path(os.path.realpath(os.path.expanduser(path)))
+    path = Path(os.path.realpath(os.path.expanduser(_path(path))))
     try:
         at = next(p for p in (path, *path.parents) if p.exists())
         if not at.is_dir():

@@ -630,9 +630,7 @@ def policy_loss(
     metrics = _ratio_metrics(config, token_NS, advantage, mask_NS, item_NS)
     if config.kl_coef:
         if ref_logp_NS is None:
-            raise ValueError(
-                f"kl_coef={config.kl_coef} needs ref_logp_NS, the reference log-probs."
-            )
+            raise ValueError(f"kl_coef={config.kl_coef} needs ref_logp_NS, reference log-probs.")
         both = logp_NS, old_logp_NS, kl_mask_NS, config.level, item_NS
         weight = log_ratio(*both) if config.kl_importance else None
         kl_NS = kl_penalty(logp_NS, ref_logp_NS, config.kl_kind, kl_mask_NS, weight)

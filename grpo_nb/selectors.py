@@ -108,9 +108,7 @@ class BaseSelector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         "Continue from a state."
         if (size := state.get("num_tasks", self.num_tasks)) != self.num_tasks:
-            raise ValueError(
-                f"The state is of {size} tasks, not of {self.num_tasks}: give its data."
-            )
+            raise ValueError(f"The state is of {size} tasks, not {self.num_tasks}: give its data.")
         if lost := self.state_dict().keys() - state.keys() - {"current_index", "num_tasks"}:
             raise ValueError(
                 f"This state of {self.config.selector_type!r} holds no {', '.join(sorted(lost))} (Trinity-RFT saves the "

@@ -158,9 +158,7 @@ def _check_columns(task: Any, needs: Sequence[str], kinds: dict[str, str], check
         kind = "list" if isinstance(value, (list, tuple)) else "one value"
         kind = "dict" if isinstance(value, Mapping) else kind
         if value is not None and kinds.setdefault(name, kind) != kind:
-            raise ValueError(
-                f"column {name!r} holds {value!r:.40} ({kind}), in the rows before it is {kinds[name]}."
-            )
+            raise ValueError(f"column {name!r} holds {value!r:.40} ({kind}), before {kinds[name]}.")
     for check in checks:
         check({**task.columns, **{k: _field_of(task.columns, k) for k in needs}})
 
@@ -230,9 +228,7 @@ class Shares:
         if not stages or None in [s.samples for s in stages[:-1]]:
             raise ValueError("stages needs at least one stage; all but the last need samples >= 1.")
         if stages[-1].samples is not None:
-            raise ValueError(
-                "The last stage lasts until the run ends: leave out its samples, and end the run by its steps."
-            )
+            raise ValueError("The last stage lasts until the run ends: leave out its samples.")
         self.counts = [_apportion(s.by_place(names) or sizes, sizes) for s in stages]
         later = [seed_of(seed or 0, "stage", i) for i in range(1, len(stages))]
         self.seeds = [seed, *later]

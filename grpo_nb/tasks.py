@@ -20,7 +20,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from .config import unknown_name
-from .files import _json_fault
+from .files import _json_fault, _path
 from .core import _field_of, _index_of
 
 # %% ../nbs/method/01_tasks.ipynb #91549287
@@ -211,7 +211,7 @@ def _check_prompt(value: Any) -> str | list[dict]:
         if all(isinstance(x, (str, list, tuple)) for x in contents):
             return value
     raise ValueError(
-        f"a prompt is text that is not empty, or a list of messages with role and content; got {value!r:.60}."
+        f"a prompt is text, not empty, or messages with role and content; got {value!r:.60}."
     )
 
 # %% ../nbs/method/01_tasks.ipynb #98583400
@@ -227,7 +227,7 @@ def data_path(
         root = Path(given)
     elif not root.is_dir():
         root = package.parent / "data"
-    if (root / name).exists():
+    if (root / _path(name)).exists():
         return root / name
     raise ValueError(f"No {name or 'data folder'} in {root}. GRPO_NB_DATA names another folder.")
 

@@ -16,11 +16,12 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .advantages import AdvantageConfig, compute_advantages, spread_to_tokens
+from .advantages import ADVANTAGES, AdvantageConfig, compute_advantages, spread_to_tokens
 from .advantages import _as_trained, _check_keys, _warn_cancelled_scales, weights_by_name
 from .collector import GroupCollector
 from .config import Count, Natural, NonNegative, Positive, check_number, config_tree
@@ -68,6 +69,7 @@ class GRPO:
     ) -> dict[str, float]:  # the row of metrics
         "One training step."
         config, start = self.config, time.perf_counter()
+        how = _update_config(config.update, num_epochs, kl_threshold)
 
         # tasks, samples, rewards; with filter groups until enough groups vary
         rollout = batch if isinstance(batch, Rollout) else self.collect(batch)
@@ -79,7 +81,6 @@ class GRPO:
         # K epochs over these samples
         lr = learning_rate(config.optimizer, self.step_done, config.steps)
         self.rate = _set_rate(self.optimizer, lr, self.rate)
-        how = _update_config(config.update, num_epochs, kl_threshold)
         shuffle = self.generators["minibatches"]
         with self.counters.timed("train_seconds"):
             report = update(
@@ -139,7 +140,9 @@ def sample(
     tasks: list | int,  # tasks, or how many of the stream
 ) -> Rollout | None:  # without rewards; None at the end of the stream
     "G samples of each task."
-    if not isinstance(tasks, int) and hasattr(self.policy, "encode_all"):
+    if not hasattr(tasks, "__iter__"):
+        tasks = check_number("tasks", tasks, 1, whole=True)
+    elif hasattr(self.policy, "encode_all"):
         rows = [*tasks] and all(isinstance(t, Mapping) for t in tasks)
         tasks = Taskset.load([*tasks], id="passed")[:] if rows else tasks
     try:
@@ -256,8 +259,7 @@ def advantages(
     if values.ndim == 2:
         if "item" not in rollout.states:
             raise ValueError(
-                "Rewards per rank need states['item'], the rank that each token belongs to (-1: none), but the policy "
-                f"gave only {sorted(rollout.states)}. Let its samples carry it, or give one reward per sample."
+                f"Rewards per rank need states['item'], the rank of each token (-1: none); the policy gave {sorted(rollout.states)}."
             )
         values = spread_to_tokens(values, rollout.mask_NS, rollout.states["item"])
     return values, metrics
@@ -369,6 +371,14 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
+    def __post_init__(self):
+        mode, low = ADVANTAGES.resolve(self.advantage.mode)[0], self.advantage.options.get("low", 0)
+        if self.rewards.kl_in_reward and mode in ("saw", "sa_mrpo") and np.ravel(low)[-1] >= 0:
+            said = (
+                f"rewards.kl_in_reward goes below low={low!r} of {mode}: use update.loss.kl_coef."
+            )
+            raise ValueError(said)
+
 # %% ../nbs/method/04_trainer.ipynb #3c1ad1fd
 GRPO.config_class = TrainerConfig  # what a mapping, or no configuration at all, becomes
 
@@ -398,7 +408,7 @@ def __init__(
     self.given = {k: v for k, v in parts.items() if k not in opened}  # objects of one's own
     self.policy = policy = _make_policy(policy, c)
     self.rewards = rewards
-    self.stream = make_stream(tasks, c.tasks, c.train_batch_size, c.seed)
+    self.stream = tasks
     self.eval_tasks = eval_tasks
     self.tasks_checked = False
     self._check_setup()
@@ -487,17 +497,15 @@ def _make_config(config: Any, _) -> TrainerConfig:
         return config
     if config is not None and not isinstance(config, Mapping):
         raise ValueError(
-            f"config is a {kind.__name__} of grpo_nb or a mapping such as {{'optimizer.lr': 1e-5}}, got a "
-            f"{type(config).__module__}.{type(config).__name__}. load_config reads a recipe, config_from_trl TRL's settings."
+            f"config is a {kind.__name__} or a mapping such as {{'optimizer.lr': 1e-5}}, got {type(config)}: load_config reads a recipe."
         )
     return override(kind(), config or {})
 
 
 def _make_policy(policy: Any, config: TrainerConfig) -> Policy:
     "A policy from what was given, with the options of the configuration where it is only a model."
-    if all(hasattr(policy, k) for k in ("sample", "logp", "parameters")) and not isinstance(
-        policy, type
-    ):
+    instance = not isinstance(policy, type)
+    if instance and all(hasattr(policy, k) for k in ("sample", "logp", "parameters")):
         return policy
     from grpo_nb.policies.tokens import as_policy  # transformers is slow to import
 
@@ -514,9 +522,7 @@ def _make_reference(reference: Any, policy: Policy, config: TrainerConfig) -> Po
         return policy.copy() if needed else None
     made, trained = _make_policy(reference, config), set(map(id, policy.parameters()))
     if any(id(p) in trained for p in made.parameters()):
-        raise ValueError(
-            "The reference is the policy itself, so the KL to it is always 0: leave it out, or give a copy."
-        )
+        raise ValueError("The reference is the policy itself: leave it out, or give a copy.")
     return made
 
 
@@ -529,6 +535,7 @@ def _open_eval_tasks(tasks: Any, config: TrainerConfig) -> Any:
 
 
 GRPO.makers = {"config": _make_config, "rewards": _make_runner, "eval_tasks": _open_eval_tasks}
+GRPO.makers["stream"] = lambda x, c: make_stream(x, c.tasks, c.train_batch_size, c.seed)
 
 # %% ../nbs/method/04_trainer.ipynb #90cf4aeb
 @patch
@@ -770,9 +777,7 @@ def _check_state(self: GRPO, state: Mapping[str, Any]):
     for part, key in (("reference", kl), ("collector", "filter_groups.enable")):
         if (part in state) != (getattr(self, part) is not None):
             has, how = ("has a", "give") if part in state else ("has no", "leave out")
-            raise ValueError(
-                f"The checkpoint {has} {part}, this trainer is the other way: {how} {key}."
-            )
+            raise ValueError(f"The checkpoint {has} {part}, unlike this trainer: {how} {key}.")
     stream = self.parts().get("stream")
     if stream and stream.state_dict().keys() - state.get("stream", {}).keys() - {"size"}:
         raise ValueError(
@@ -788,6 +793,5 @@ def _check_state(self: GRPO, state: Mapping[str, Any]):
     stored, have = (o["param_groups"][0] for o in (state["optimizer"], self.optimizer.state_dict()))
     if odd := sorted(have.keys() ^ stored.keys()):
         raise ValueError(
-            f"The checkpoint is of another optimizer: only one of the two has {', '.join(odd[:3])}. Give `trainer.optimizer` "
-            "that optimizer, then call `load_state_dict`."
+            f"The checkpoint is of another optimizer: only one of the two has {', '.join(odd[:3])}. Set trainer.optimizer before."
         )

@@ -25,7 +25,6 @@ from grpo_nb.difficulty import PassRateEstimator
 from grpo_nb.evaluate import evaluate
 from grpo_nb.filter_groups import expected_gen_batches
 from grpo_nb.lab import recipe
-from grpo_nb.lab.plots import plot_run
 from grpo_nb.lab.recipe import GRPOConfig, load_config, open_policy, open_rewards, open_stream
 from grpo_nb.list_parsing import ListParser
 from grpo_nb.losses import POLICY_LOSSES, LossConfig, policy_loss
@@ -265,7 +264,7 @@ def test_what_is_set_later_is_used_and_recorded_or_refused(key, tmp_path, policy
     trainer = GRPO(policy, ROWS, {"len": old}, SMALL | {"run.dir": str(tmp_path / "run")}).fit(1)
     setattr(functools.reduce(getattr, section.split("."), trainer.config), name, LATE[key] or 0.5)
     if LATE[key]:
-        with pytest.raises(ValueError, match=f"{key} was set to .* after the trainer was made"):
+        with pytest.raises(ValueError, match=f"{key}=.* after the trainer was made"):
             trainer.fit(1)
         assert "config_changed" not in trainer.run.events().kind.tolist()
         return trainer.close()
@@ -503,17 +502,19 @@ BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8,
         (lambda p: load_config(None, ["optimiser.lr=1"]), "^Unknown key 'optimiser' in the configuration. Did you mean 'optimizer'"),
         (lambda p: load_config(None, ["update.loss.clip=2"]), r"needs a mapping, such as \{low: "),
         (lambda p: LossConfig(clip=-0.1), r"needs a mapping, such as \{low: 0.2"),
-        (lambda p: plot_run(5), "A run is named by its folder, got 5"),
         (lambda p: update(p, GRPO(p, ROWS, even, SMALL).collect(), torch.ones(4), torch.optim.SGD(PATHS.parameters())), "holds no weight of the policy"),
         (lambda p: load_config(None, ["policy.lora=true"]), r"must be a mapping \{key: value\} or null, got True"),
-        (lambda p: load_config(None, ["temprature=1"]), "Did you mean 'policy.temperature'"),
         (lambda p: GRPO(p, ROWS, even, SMALL).fit(2.0), "fit.steps. must be a whole number >= 0, got"),
-        (lambda p: GRPO(p, ROWS, even, SMALL).fit(-1), "fit.steps. must be a whole number >= 0, got"),
-        (lambda p: GRPO(p, ROWS, even, SMALL).fit(True), "fit.steps. must be a whole number >= 0, got"),
+        (lambda p: GRPO.load(5), "named by its path, got 5"),
+        (lambda p: copy.copy(GRPO(p, ROWS, even, SMALL)), "A trainer is not copied"),
+        (lambda p: setattr(GRPO(p, ROWS, even, SMALL), "stream", []), "There are no tasks"),
+        (lambda p: GRPO(p, ROWS, even, SMALL).sample(2.5), "tasks must be a whole number >= 1"),
+        (lambda p: load_config(None, ["advantage.mode=saw", "rewards.kl_in_reward=0.1"]), "goes below low=0 of saw"),
+        (lambda p: load_config(None, {"advantage.gates": [{"component": "a", "on": "a"}]}), "two different components"),
         (lambda p: GRPO(p, ROWS, even, SMALL).evaluate(ROWS, samples=-1), "evaluate.samples. must be a whole number"),
         (lambda p: gdpo(torch.ones(2, 2), [0, 0], mask_NK=torch.tensor([True] * 3)), "mask_NK must be"),
         (lambda p: gdpo(torch.ones(2, 2), [0, 0], "12"), "a sequence of 2 numbers"),
-        (lambda p: compute_advantages(torch.ones(2, 2), [0, 0], ["a", "a"]), "names that differ"),
+        (lambda p: compute_advantages(torch.ones(2, 2), [0, 0], ["a", "a"]), "2 different names"),
         (lambda p: policy_loss(ONES, ONES, ONES[0].cfloat(), ONES), "Got torch.complex64 numbers"),
         (lambda p: policy_loss(ONES, ONES, ONES[0], ONES, {"entropy_coef": 0.1}), "needs entropy_NS"),
         (lambda p: load_config(None, ["update.clip.low=1"]), "Did you mean 'update.loss.clip'"),
@@ -535,15 +536,13 @@ BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8,
         (lambda p: evaluate(p, ROWS, RIGHT), "rewards is a RewardRunner, such as"),
         (lambda p: load_config(None, {"optimizer": {"lr": 1}, "optimizer.lr": 2}), "optimizer.lr is given twice"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.scales": {"wrong": 2}}), "Unknown reward 'wrong'"),
-        (lambda p: GRPO(p, ROWS, RIGHT, 3), "config is a GRPOConfig of grpo_nb or a mapping"),
-        (lambda p: GRPO(p, ROWS, RIGHT, "r.yaml"), "load_config reads a recipe"),
+        (lambda p: GRPO(p, ROWS, RIGHT, "r.yaml"), "config is a GRPOConfig or a mapping .* load_config reads a recipe"),
         (lambda p: GRPO(model=p, reward_funcs=even, train_dataset=ROWS), "takes policy, .*: model is policy, reward_funcs is rewards, train_dataset is tasks here"),
         (lambda p: GRPO(p, ROWS, RIGHT, learning_rate=1), "learning_rate is config=.'optimizer.lr': ..."),
         (lambda p: load_config(None, ["batch_size=3"]), "Here it is 'train_batch_size'"),
         (lambda p: GRPO.from_config({"rewards.functions": {"mine": {}}}, p), "reward 'mine'.*python mine.py train"),
         (lambda p: GRPO(p, ROWS, RIGHT, SMALL | {"advantage.mode": lambda r: r}).step(), "but takes .r.: too many"),
         (lambda p: GRPO(p, ROWS, RIGHT, reference=p), "reference is the policy itself"),
-        (lambda p: GRPO(p, ROWS, RIGHT, reference=(p.model, p.tokenizer)), "is the policy itself"),
         (lambda p: GRPO(p, "a\nb", RIGHT), r"No file 'a\\nb'"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"tasks.selector": lambda n: [0]}), "is called with .selector, batch_size., but takes"),
         (lambda p: GRPO(p, ROWS, RIGHT, SMALL).evaluate(ROWS, 2, k=3), "k of pass@k must be"),
@@ -559,10 +558,9 @@ BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8,
         (lambda p: GRPO(p, ROWS, RIGHT, evaltasks=ROWS), "option of GRPO 'evaltasks'. Did you mean 'eval_tasks'"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"steps.x": 1}), "steps must be a whole number"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.mode": None}), "must be text or a function, got None"),
-        (lambda p: GRPO(3, ROWS, RIGHT), "got int"),
         (lambda p: GRPO((p.model.model, p.tokenizer), ROWS, RIGHT), "got LlamaModel"),
         (lambda p: GRPO(p, ROWS, RIGHT, {3: 1}), "Unknown key '3'"),
-        (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.gates": [{"component": "a", "on": "b", "at_most": 0}]}), "from at_least=1 to at_most=0 never opens"),
+        (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.gates": [{"component": "a", "on": "b", "at_most": 0}]}), "from 1 to 0 never opens"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.weights": {"right": "x"}}), "a sequence of 1 numbers"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"run.wandb": "on"}), "Unknown run.wandb 'on'|run.wandb"),
         (lambda p: GRPO(p, ROWS, RIGHT, SMALL, {"a": []}), "There are no tasks"),
@@ -579,7 +577,6 @@ BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8,
         (lambda p: p.generate("1\ud800"), "Half a character"),
         (lambda p: TokenPolicy(p.model, p.tokenizer, temperature=float("inf")), "must be > 0 and finite"),
         (lambda p: TokenPolicy(p.model, p.tokenizer, stop=torch.tensor([5, 10**6])), "stop=1000000 is not one token"),
-        (lambda p: TokenPolicy(p.model, p.tokenizer, stop=object()), "stop=<object.* is not one token"),
         (lambda p: TokenPolicy(p.model, p.tokenizer, shard="false"), "shard is True or False, got 'false'"),
         (lambda p: TokenPolicy(p.model, p.tokenizer.backend_tokenizer), "tokenizer is one of transformers, got a Tokenizer"),
         (lambda p: TokenPolicy(BertLMHeadModel(BertConfig(**BERT)), p.tokenizer).generate("1"), "BertLMHeadModel cannot be sampled token by token: it keeps no cache"),

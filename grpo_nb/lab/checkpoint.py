@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from ..config import check_number
-from ..files import _installed, _free_path, pack, sha256, _to_disk, unpack
+from ..files import _installed, _free_path, _path, pack, sha256, _to_disk, unpack
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #493abb4f
 MANIFEST = "manifest.json"
@@ -133,7 +133,7 @@ def versions() -> dict[str, str]:
 def checkpoints(root: str | Path) -> list[Path]:
     "Checkpoints in a folder by the order of saving, the newest first; of their files only the manifest is verified."
     order = {}
-    for path in Path(root).glob("step_*"):
+    for path in _path(root).glob("step_*"):
         with contextlib.suppress(CheckpointError):
             order[path] = _manifest(path)["order"]
     return sorted(order, key=lambda p: (order[p], p.name), reverse=True)
@@ -161,7 +161,7 @@ def latest(root: str | Path) -> Path | None:
 # %% ../../nbs/lab/01_checkpoint.ipynb #00bb3c54
 def _write_checkpoint(root: str | Path, step: int, state: Mapping, metrics: Mapping = {}) -> Path:
     "Write a checkpoint; on any fault nothing is left of it."
-    root = Path(root)
+    root = _path(root)
     new = root / f".step_{step:08d}.{secrets.token_hex(4)}"
     try:
         new.mkdir(parents=True)

@@ -21,7 +21,7 @@ from fastcore.meta import delegates
 
 import grpo_nb.lab.report  # noqa: F401  gives a study its table, plot and report
 from ..config import check_number, one_of
-from ..files import Lock, hide_secrets, plain, read_jsonl, writable
+from ..files import Lock, hide_secrets, _path, plain, read_jsonl, writable
 from .frames import flat_keys
 from .plots import LivePlot, make_figure
 from .progress import display_mode
@@ -292,7 +292,7 @@ def compare(
     check_number("workers", workers, 1, whole=True)
     one_of("if_changed", if_changed, ("train", "raise"))
     if store is not None:
-        store = writable("store", Path(store).parent) / Path(store).name
+        store = writable("store", _path(store).parent) / Path(store).name
     study = store and _stored_study(store, spec, if_changed)
     if study is None:
         spec.dir = writable("dir", dir)

@@ -17,14 +17,14 @@ from markupsafe import escape
 from torch import Tensor
 
 from ..advantages import compute_advantages
-from ..config import config_tree, describe
+from ..config import config_tree, describe, one_of
 from ..core import Rollout
 from ..evaluate import Scores
 from .diagnosis import diagnose
 from .frames import flat_keys, _rows_to_frame
 from .plots import LivePlot, plot_run, _show_in_cell
 from .progress import display_mode
-from .record import _metric_row
+from .record import _frame_of, _metric_row
 from .session import functions_in, sample_table
 from ..trainer import GRPO, TrainerConfig
 
@@ -163,10 +163,11 @@ def _repr_html_(self: Rollout) -> str:
 
 # %% ../../nbs/lab/03_display.ipynb #23b476a1
 def browse(
-    samples,  # of a trainer (its last step), of a Run, or a DataFrame of samples
+    samples,  # of a trainer (its last step), of a Run or its directory, or a DataFrame of samples
 ):  # what to look at, where there are no widgets
     "Choose a step and a group to look at, where ipywidgets is installed; else the group whose rewards differ most."
-    frame = samples if hasattr(samples, "columns") else samples.samples()
+    frame = _frame_of(samples, "samples")
+    one_of("column of the samples", "group", frame)
     frame = frame if "step" in frame else frame.assign(step=0)
     try:
         from ipywidgets import interact

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..files import _as_utf8, read_jsonl
+from ..files import _as_utf8, _path, read_jsonl
 from .frames import flat_keys, _rows_to_frame
 from .record import Run
 
@@ -95,7 +95,7 @@ def read_trl(
     | Path,  # trainer_state.json, a folder with it or its checkpoints, or what was printed
 ):  # DataFrame
     "The log of a TRL or Hugging Face Trainer run."
-    path = Path(path)
+    path = _path(path)
     if path.is_dir():
         if not (states := _trainer_states(path)):
             said = f"No trainer_state.json in {path.name!r} or its checkpoint-* folders."
@@ -160,7 +160,7 @@ def read_verl(
     path: str | Path,  # JSONL of verl's "file" logger, or what its console printed
 ):  # DataFrame; attrs: broken_lines
     "The log of a verl run; its validation score is `eval_reward`, if it has one; amounts per step are added up to our counters."
-    path, broken = Path(path), []
+    path, broken = _path(path), []
     rows = _printed_by_verl(_read_log(path))
     if not rows:
         rows, broken = read_jsonl(path)
@@ -461,7 +461,7 @@ def _log_text(source: str | Path) -> str:
     "The text of a log: a path is read, a text with line breaks is taken as it is."
     if isinstance(source, str) and (not source.strip() or re.search(r"[\r\n]|.{4096}", source)):
         return source
-    path = Path(source)
+    path = _path(source)
     if path.is_file():
         return _read_log(path)
     if isinstance(source, str) and _match_line(source):

@@ -31,7 +31,7 @@ from ..config import _check_options, _fields, _fit_options
 from ..ahead import _check_ahead
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
-from ..files import hide_secrets, leaves, plain, _refuse_hidden, writable
+from ..files import hide_secrets, leaves, _path, plain, _refuse_hidden, writable
 from .checkpoint import MANIFEST, _check_seal, latest, read_state, versions
 from .checkpoint import _warn_of_versions
 from .frames import flat_keys
@@ -191,9 +191,8 @@ def _read_recipe(recipe: str | Path | None, overrides: Sequence[str] = ()) -> di
             f"No recipe at {recipe}. Shipped ones begin with data:, such as data:recipes/quickstart.yaml."
         ) from None
     except (OmegaConfBaseException, UnicodeError, OSError, TypeError, YAMLError) as e:
-        raise ValueError(
-            f"{recipe or 'overrides'} cannot be read: {' '.join(str(e).split())}"
-        ) from None
+        said = " ".join(str(e).split())
+        raise ValueError(f"{recipe or 'overrides'} cannot be read: {said}") from None
 
 # %% ../../nbs/lab/03_recipe.ipynb #b0f12176
 @contextlib.contextmanager
@@ -491,9 +490,7 @@ def _refuse_late_keys(trainer: GRPO) -> SimpleNamespace:
             before.update((k, v) for k, v in now.items() if k.startswith("run."))
         for key, value in now.items():
             if value != before.get(key) and re.fullmatch(once, key):
-                raise ValueError(
-                    f"{key} was set to {value!r} after the trainer was made, which has read it: set it before."
-                )
+                raise ValueError(f"{key}={value!r} after the trainer was made: set it before.")
 
     return SimpleNamespace(on_fit_start=check, on_batch_start=check)
 
@@ -503,7 +500,7 @@ GRPO.add_default_callback(_refuse_late_keys, first=True)
 # %% ../../nbs/lab/03_recipe.ipynb #eca4d734
 def _read_checkpoint(path: str | Path) -> tuple[Path, dict]:
     "The newest whole checkpoint there, and its state; see `load`."
-    root = Path(path).expanduser()
+    root = _path(path).expanduser()
     inside = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     folder = root if (root / MANIFEST).exists() else latest(inside)
     if folder is None:

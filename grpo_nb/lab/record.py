@@ -27,7 +27,7 @@ from fastcore.basics import patch
 
 from ..config import one_of
 from ..files import Appender, Lock, RunLocked, _free_path, hide_secrets, plain, read_jsonl
-from ..files import _installed, _json_line, secret_texts, writable, write_atomic
+from ..files import _installed, _json_line, _path, secret_texts, writable, write_atomic
 from ..processes import place
 from .frames import flat_keys, _metric_row, _rows_to_frame, _sample_rows
 
@@ -88,7 +88,7 @@ class Run:
     status_every = 10.0  # seconds between updates of status.json while rows are logged
 
     def __init__(self, dir: str | Path):
-        self.dir = Path(dir).expanduser().absolute()
+        self.dir = _path(dir).expanduser().absolute()
         self._lock = self._last = None
         self._files, self._mirrors, self._warned, self._secrets = {}, [], set(), []
         self._changed = {}  # keys of the configuration that are known to differ
@@ -148,9 +148,7 @@ def _write_tree(path: Path, tree: Mapping) -> None:
 @patch(cls_method=True)
 def open(cls: Run, dir: str | Path) -> Run:
     "A run that exists; nothing is locked or written before something is logged to it."
-    if not isinstance(dir, (str, Path)):
-        raise ValueError(f"A run is named by its folder, got {dir!r:.60}.")
-    dir = Path(dir).expanduser()
+    dir = _path(dir).expanduser()
     if not _is_run(dir):
         if theirs := next((run for read in cls.readers if (run := read(dir))), None):
             return theirs
@@ -199,10 +197,11 @@ def samples(self: Run):
     return pd.DataFrame(self.rows("samples")[0])
 
 # %% ../../nbs/lab/01_record.ipynb #e98d62b9
-def _frame_of(run: Any):
-    "The metrics of a trainer or Run, of the directory of one, or the frame that was given."
-    run = run if hasattr(run, "frame") or hasattr(run, "columns") else Run.open(run)
-    return run.frame() if callable(getattr(run, "frame", None)) else run
+def _frame_of(run: Any, what: str = "frame"):
+    "The metrics (or samples) of a trainer or Run, of the directory of one, or the frame that was given."
+    made = not isinstance(run, type) and (hasattr(run, what) or hasattr(run, "columns"))
+    run = run if made else Run.open(run)
+    return getattr(run, what)() if callable(getattr(run, what, None)) else run
 
 # %% ../../nbs/lab/01_record.ipynb #ab71eb5d
 def _scalars(row: Mapping) -> dict:
@@ -259,7 +258,7 @@ class _TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ValueError(
-                "run.tensorboard needs the package tensorboard: pip install tensorboard, or set it to false."
+                "run.tensorboard needs the package: pip install tensorboard."
             ) from None
         self.open, self.writer = SummaryWriter, None
 

@@ -251,9 +251,7 @@ REWARD_KEYS = re.compile(r"rewards|advantage\.(weights|scales)|eval\.passed")
 def _judge(trainer, base: GRPOConfig, overrides: Mapping[str, Any]) -> Callable[[], Any]:
     "How a run is evaluated: by its trainer, or by the rewards of the base if the variant changes them."
     if getattr(trainer, "eval_tasks", trainer) is None:
-        raise ValueError(
-            "The trainer has no held-out tasks: set tasks.eval, or pass evaluate=f(trainer) -> {name: score}."
-        )
+        raise ValueError("It has no held-out tasks: set tasks.eval, or evaluate=f(trainer).")
     if not any(map(REWARD_KEYS.match, overrides)):
         return trainer.evaluate
     seed = trainer.config.seed
@@ -369,6 +367,7 @@ def finished(job: Job) -> dict | None:
     return result if whole and (result["key"], result["status"]) == (job.key, "done") else None
 
 # %% ../../nbs/lab/06_runs.ipynb #57d486d0
+_FIXED = {*"seed steps max_seconds threads eval.every run.dir run.if_exists".split()}
 _SAME_FOR_ALL = tuple(
     f"{k}." for k in "seed threads steps max_seconds run eval tasks.eval tasks.prompt".split()
 )
@@ -383,7 +382,15 @@ def _open_base(base: str | Path | Mapping | list | GRPOConfig | None) -> GRPOCon
             f"base must be a recipe, {{key: value}} or a GRPOConfig, got {base!r:.60}. Models and tasks are named by their "
             "files, {'policy.model': folder, 'tasks.train': file}, or made by make=f(config) -> trainer."
         )
+    if isinstance(base, (Mapping, list)):
+        _check_fixed(flat_keys(base) if isinstance(base, Mapping) else base)
     return base if isinstance(base, GRPOConfig) else override(GRPOConfig(), base or {})
+
+
+def _check_fixed(keys: Iterable[str]) -> None:
+    "Refuse keys that a study sets itself."
+    for key in {k.partition("=")[0] for k in keys} & _FIXED:
+        raise ValueError(f"{key} has no effect here: set seeds, budget, eval_every, threads, dir.")
 
 # %% ../../nbs/lab/06_runs.ipynb #edadc98c
 def _seed_list(name: str, seeds: int | Iterable[int]) -> list[int]:
@@ -392,9 +399,7 @@ def _seed_list(name: str, seeds: int | Iterable[int]) -> list[int]:
     found = range(seeds) if whole(seeds) else seeds
     found = list(found) if isinstance(found, Iterable) else []
     if not found or not all(map(whole, found)) or len(set(found)) < len(found):
-        raise ValueError(
-            f"{name} must be a number of seeds or different integers >= 0, such as range(5), got {seeds!r}."
-        )
+        raise ValueError(f"{name} must be a number of seeds, or different ones, got {seeds!r}.")
     return [int(s) for s in found]
 
 # %% ../../nbs/lab/06_runs.ipynb #4d5f5178
@@ -431,9 +436,7 @@ class Spec:
         lower = self.lower_is_better
         self.lower_is_better = [self.metric] * lower if isinstance(lower, bool) else sorted(lower)
         if self.metric.startswith(MEAN) and self.eval_every is None:
-            raise ValueError(
-                f"metric={self.metric!r} is a mean over a run: say with eval_every how often to evaluate."
-            )
+            raise ValueError(f"metric={self.metric!r} is a mean over a run: set eval_every.")
         self.tune = self.tune or {}
         asked = {f"Variant {name!r}": keys for name, keys in self.variants.items()}
         for who, keys in (asked | {"tune": self.tune}).items():
@@ -462,6 +465,9 @@ def _check_tuning(self: Spec) -> None:
     for key, values in self.tune.items():
         if not values or any(v in values[:i] for i, v in enumerate(values)):
             raise ValueError(f"tune[{key!r}] has no values, or one of them twice: {values}.")
+    for key in () if self.tune else ("tune_seeds", "tune_tasks", "tune_budget"):
+        if (value := getattr(self, key)) and value != getattr(Spec, key):
+            raise ValueError(f"{key} has no effect without tune, the values to try.")
     self.tune_seeds = _seed_list("tune_seeds", self.tune_seeds) if self.tune else []
     if both := sorted(set(self.seeds) & set(self.tune_seeds)):
         raise ValueError(
@@ -483,9 +489,7 @@ def _check_tasks(self: Spec) -> None:
         except (ValueError, OSError) as e:
             raise ValueError(f"{name} cannot be read: {e}") from None
         if found is None and self.evaluate is None:
-            raise ValueError(
-                "The base has no held-out tasks: set tasks.eval, or pass evaluate=f(trainer) -> {name: score}."
-            )
+            raise ValueError("It has no held-out tasks: set tasks.eval, or evaluate=f(trainer).")
 
 # %% ../../nbs/lab/06_runs.ipynb #bf16c32a
 @patch

@@ -52,7 +52,7 @@ class RunConfig:
     progress: bool = True  # show a bar
 
     def __post_init__(self):
-        if self.dir == "":
+        if self.dir is not None and not self.dir.strip():
             raise ValueError("run.dir is empty: name a folder, or null for no record.")
         if self.tensorboard:
             _TensorBoard()  # it says what is missing
@@ -627,9 +627,7 @@ def save(
     if session.half:
         raise ValueError(session.half)
     if session.update_of == self.step_done:
-        raise ValueError(
-            "A step is under way: save after it (on_step_end), or load the last checkpoint if it was broken off."
-        )
+        raise ValueError("A step is under way: save after it, or load the last checkpoint.")
     if not root:
         self.open_run()
         if of_first(lambda: session.run is None):
@@ -719,6 +717,11 @@ def _how_to_go_on(self: _Session) -> str:
 def run(self: GRPO) -> Run | None:
     "The record, if a run directory is named and open."
     return self.session.run
+
+
+@patch
+def __reduce__(self: GRPO):
+    raise ValueError("A trainer is not copied: save(folder) keeps it, GRPO.load(folder) goes on.")
 
 
 @patch(as_prop=True)

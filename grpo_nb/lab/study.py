@@ -199,9 +199,7 @@ def load(cls: Study, path: str | Path) -> "Study":
     except OSError as e:
         raise ValueError(f"No stored study at {path}: {e.strerror}.") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise ValueError(
-            f"{path} is not a stored study of format 1: name another file, or move it away to train."
-        ) from None
+        raise ValueError(f"{path} is not a stored study of format 1: name another.") from None
     return study
 
 # %% ../../nbs/lab/04_study.ipynb #7ea24808

@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from ..advantages import AdvantageConfig, compute_advantages, weights_by_name
 from ..config import build_config, one_of
 from ..core import weighted_sum
-from ..files import read_jsonl
+from ..files import _path, read_jsonl
 from ..filter_groups import expected_gen_batches, varies
 from .plots import COLORS, make_figure
 from .record import Run, _is_run
@@ -38,6 +38,7 @@ def _read_samples(source: Any):  # DataFrame: step, group, prompt, completion, r
         raise ValueError(f"{source} holds no samples: its run stored none yet.")
     for name in ("step", "prompt"):
         one_of("column of the samples", name, list(frame))
+    frame = frame.sort_values("step", kind="stable")
     found = own or _components(frame)
     if not found:
         raise ValueError(f"No column of the samples is a reward; there are {list(frame)}.")
@@ -52,12 +53,12 @@ def _read_samples(source: Any):  # DataFrame: step, group, prompt, completion, r
 
 # %% ../../nbs/lab/03_what_if.ipynb #a4c8ea75
 def _read_files(source: Any):
-    "The rows of a run, of parquet files or of JSONL files, in the order of their steps."
+    "The rows of a run, of parquet files or of JSONL files."
     import pandas as pd
 
     if isinstance(source, Run):
         return source.samples()
-    path = Path(source)
+    path = _path(source)
     dumped = [p for p in path.glob("*.jsonl") if p.stem.isdigit()]  # verl's logs have names
     inside = [*path.glob("*.parquet"), *dumped] if path.is_dir() else [path]
     if not inside or not path.exists():
@@ -68,7 +69,7 @@ def _read_files(source: Any):
         pd.read_parquet(p) if p.suffix == ".parquet" else pd.DataFrame(read_jsonl(p)[0])
         for p in inside
     ]
-    return pd.concat(tables, ignore_index=True).sort_values("step", kind="stable")
+    return pd.concat(tables, ignore_index=True)
 
 # %% ../../nbs/lab/03_what_if.ipynb #212b32e8
 def _components(frame) -> list[str]:
