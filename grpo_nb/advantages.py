@@ -617,7 +617,9 @@ def compute_advantages(
     names = [f"r{k}" for k in range(n)] if reward_names is None else reward_names
     listed = isinstance(names, Sequence) and not isinstance(names, str)
     if not listed or not len(set(names)) == len(names) == n:
-        raise ValueError(f"{n} rewards need {n} different names, got {names!r} (or config=...?).")
+        raise ValueError(
+            f"{n} rewards need {n} different reward_names, got {names!r} (settings go to config=)."
+        )
     _check_keys(c, names)
     x = _scaled_and_gated(rewards, names, c)
     batch = dict(mask_NK=mask_NK, missing=c.missing, singleton=c.singleton)

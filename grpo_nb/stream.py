@@ -158,7 +158,9 @@ def _check_columns(task: Any, needs: Sequence[str], kinds: dict[str, str], check
         kind = "list" if isinstance(value, (list, tuple)) else "one value"
         kind = "dict" if isinstance(value, Mapping) else kind
         if value is not None and kinds.setdefault(name, kind) != kind:
-            raise ValueError(f"column {name!r} holds {value!r:.40} ({kind}), before {kinds[name]}.")
+            raise ValueError(
+                f"column {name!r} holds {value!r:.40} ({kind}), in the rows before it is {kinds[name]}."
+            )
     for check in checks:
         check({**task.columns, **{k: _field_of(task.columns, k) for k in needs}})
 

@@ -251,7 +251,9 @@ REWARD_KEYS = re.compile(r"rewards|advantage\.(weights|scales)|eval\.passed")
 def _judge(trainer, base: GRPOConfig, overrides: Mapping[str, Any]) -> Callable[[], Any]:
     "How a run is evaluated: by its trainer, or by the rewards of the base if the variant changes them."
     if getattr(trainer, "eval_tasks", trainer) is None:
-        raise ValueError("It has no held-out tasks: set tasks.eval, or evaluate=f(trainer).")
+        raise ValueError(
+            "The trainer has no held-out tasks: set tasks.eval, or pass evaluate=f(trainer) -> {name: score}."
+        )
     if not any(map(REWARD_KEYS.match, overrides)):
         return trainer.evaluate
     seed = trainer.config.seed
@@ -489,7 +491,9 @@ def _check_tasks(self: Spec) -> None:
         except (ValueError, OSError) as e:
             raise ValueError(f"{name} cannot be read: {e}") from None
         if found is None and self.evaluate is None:
-            raise ValueError("It has no held-out tasks: set tasks.eval, or evaluate=f(trainer).")
+            raise ValueError(
+                "The base has no held-out tasks: set tasks.eval, or pass evaluate=f(trainer) -> {name: score}."
+            )
 
 # %% ../../nbs/lab/06_runs.ipynb #bf16c32a
 @patch
