@@ -31,7 +31,7 @@ from .lab.recipe import GRPOConfig, load_config, _read_recipe
 from .files import RunLocked
 from .lab.frames import flat_keys
 from .lab.plots import plot_run
-from .lab.runs import FailedRun, Spec, _check_fixed
+from .lab.runs import FailedRun, Spec, _set_by_a_study
 from .lab.session import _described, _untrained
 from .lab.study import Study
 from .lab.what_if import what_if
@@ -179,7 +179,8 @@ def _compare(recipe: str | Path, overrides: Sequence[str] = (), **how) -> tuple[
     block = {"dir": "runs/compare", "workers": 1, **_read_block(block)}
     block |= {k: v for k, v in how.items() if v is not None}
     base, ours = flat_keys(block.pop("base", {})), [o for o in overrides if o[:8] != "compare."]
-    _check_fixed([*base, *ours])
+    if said := _set_by_a_study([*base, *ours]):
+        raise ValueError(said)
     config = override(override(config, base), ours)  # what the command line says comes last
     title = str(block.pop("title", "Comparison"))
     shown = {k: block.pop(k) for k in ("baseline", "margin") if k in block}

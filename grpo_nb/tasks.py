@@ -211,7 +211,7 @@ def _check_prompt(value: Any) -> str | list[dict]:
         if all(isinstance(x, (str, list, tuple)) for x in contents):
             return value
     raise ValueError(
-        f"a prompt is text, not empty, or messages with role and content; got {value!r:.60}."
+        f"a prompt is text that is not empty, or a list of messages with role and content; got {value!r:.60}."
     )
 
 # %% ../nbs/method/01_tasks.ipynb #98583400

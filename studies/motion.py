@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 
 from grpo_nb.applications.motion import motion_config, reach, reach_policy, reach_tasks
+from grpo_nb.config import build_config, override
 from grpo_nb.core import seeded
 from grpo_nb.lab.compare import compare
+from grpo_nb.lab.recipe import GRPOConfig
 from grpo_nb.lab.study import Samples
 from grpo_nb.trainer import GRPO
 
@@ -22,6 +24,11 @@ HERE = Path(__file__).parent
 KEEP = ["reward", "kl_old/exact", "clip_ratio/region_mean", "updates_per_rollout"]
 TWO_PATHS = {"eval": {"samples": 2, "greedy": False}}
 ALIKE = {"seeds": range(5), "budget": Samples(10_240), "eval_every": Samples(1_280)}
+
+
+def base(**settings):
+    "What all arms share."
+    return build_config(GRPOConfig, motion_config(**settings) | TWO_PATHS)
 
 
 def reach_trainer(config, reduce="sum"):
@@ -49,9 +56,7 @@ def epochs(**how):
     }
     rates = {"optimizer.lr": [3e-5, 1e-4, 3e-4, 1e-3, 3e-3]}
     fixed = REACH | {"tune": rates, "tune_seeds": (100, 101), "store": HERE / "motion_epochs.json"}
-    return compare(
-        arms, motion_config() | TWO_PATHS, **fixed, **{"dir": "runs/motion_epochs"} | how
-    )
+    return compare(arms, base(), **fixed, **{"dir": "runs/motion_epochs"} | how)
 
 
 def drift(**how):
@@ -62,15 +67,15 @@ def drift(**how):
         "K=8, progressive": {"update.scheme": "progressive"},
         "K=8, early stop": {"update.kl_stop": stop},
     }
-    base = motion_config(lr=3e-4, num_epochs=8) | TWO_PATHS
+    eight = base(lr=3e-4, num_epochs=8)
     fixed = REACH | {"store": HERE / "motion_drift.json"}
-    found = compare(arms, base, **fixed, **{"dir": "runs/motion_drift"} | how)
+    found = compare(arms, eight, **fixed, **{"dir": "runs/motion_drift"} | how)
     arms = {
         "K=8, previous epoch": {"update.scheme": "previous_epoch"}
     }  # ran later, stored by itself
     fixed = REACH | {"store": HERE / "motion_previous.json", "make": None}
-    base |= {"application": "motion"}
-    previous = compare(arms, base, **fixed, **{"dir": "runs/motion_drift"} | how)
+    eight = override(eight, {"application": "motion"})
+    previous = compare(arms, eight, **fixed, **{"dir": "runs/motion_drift"} | how)
     found.spec["variants"] |= previous.spec["variants"]
     found.runs += previous.runs
     return found
@@ -84,7 +89,7 @@ def apart_trainer(config):
 
 
 CHOSEN_APART = {
-    "base": motion_config() | TWO_PATHS,
+    "base": base(),
     "make": apart_trainer,
     "keep": KEEP,
     "seeds": range(10, 15),

@@ -24,6 +24,7 @@ import textwrap
 import threading
 import time
 import traceback
+import warnings
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -369,7 +370,7 @@ def finished(job: Job) -> dict | None:
     return result if whole and (result["key"], result["status"]) == (job.key, "done") else None
 
 # %% ../../nbs/lab/06_runs.ipynb #57d486d0
-_FIXED = {*"seed steps max_seconds threads eval.every run.dir run.if_exists".split()}
+_FIXED = "seed steps max_seconds threads eval.every run.dir run.if_exists".split()
 _SAME_FOR_ALL = tuple(
     f"{k}." for k in "seed threads steps max_seconds run eval tasks.eval tasks.prompt".split()
 )
@@ -384,15 +385,16 @@ def _open_base(base: str | Path | Mapping | list | GRPOConfig | None) -> GRPOCon
             f"base must be a recipe, {{key: value}} or a GRPOConfig, got {base!r:.60}. Models and tasks are named by their "
             "files, {'policy.model': folder, 'tasks.train': file}, or made by make=f(config) -> trainer."
         )
-    if isinstance(base, (Mapping, list)):
-        _check_fixed(flat_keys(base) if isinstance(base, Mapping) else base)
+    keys = flat_keys(base) if isinstance(base, Mapping) else base
+    if isinstance(base, (Mapping, list)) and (said := _set_by_a_study(keys)):
+        warnings.warn(said, stacklevel=5)
     return base if isinstance(base, GRPOConfig) else override(GRPOConfig(), base or {})
 
 
-def _check_fixed(keys: Iterable[str]) -> None:
-    "Refuse keys that a study sets itself."
-    for key in {k.partition("=")[0] for k in keys} & _FIXED:
-        raise ValueError(f"{key} has no effect here: set seeds, budget, eval_every, threads, dir.")
+def _set_by_a_study(keys: Iterable[str]) -> str:
+    "What is to be said of keys that a study sets itself, if there are any."
+    found = ", ".join(k for k in _FIXED if k in {key.partition("=")[0] for key in keys})
+    return found and f"{found}: no effect here, set seeds, budget, eval_every, threads or dir."
 
 # %% ../../nbs/lab/06_runs.ipynb #edadc98c
 def _seed_list(name: str, seeds: int | Iterable[int]) -> list[int]:
