@@ -8,6 +8,7 @@ import signal
 import time
 import warnings
 from collections import deque
+from contextlib import closing
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from grpo_nb.lab.checkpoint import _check_seal, latest
 from grpo_nb.lab.frames import flat_keys
 from grpo_nb.lab.recipe import GRPOConfig, load_config
 from grpo_nb.lab.runs import Spec
+from grpo_nb.rewards import REWARDS
 from grpo_nb.tasks import Taskset, data_path
 
 TASKS = Taskset.load(data_path("tasks/middle_dev.jsonl"))
@@ -317,3 +319,15 @@ def test_the_history_of_a_long_run_is_whole_and_memory_keeps_a_window(tmp_path):
     assert [trainer.history[i]["loss"] for i in (0, -1)] == [loss[0], loss[-1]]
     assert [row["loss"] for row in trainer.history[1:4]] == loss[1:4]
     trainer.close()
+
+
+OPTIONS = {"soft_overlong": {"max_length": 6, "buffer": 2}, "length_target": {"target": 4}, "format_match": {"pattern": "."}}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_every_reward_of_the_registry_trains_a_step(name):
+    tasks = "gym:chain_sum" if name == "reasoning_gym_score" else "data:tasks/easy_train.jsonl"
+    small = {"train_batch_size": 2, "num_generations": 2, "policy.max_new_tokens": 6}
+    named = {"tasks.train": tasks, "rewards.functions": {name: OPTIONS.get(name)}}
+    with closing(GRPO.from_config(small | named)) as trainer:
+        assert trainer.step()["reward_calls"] == 4
