@@ -556,7 +556,7 @@ def _warn_by_length(config: LossConfig):
             "'seq_mean_token_mean', or 'luspo' if that is meant.",
             stacklevel=3,
         )
-    if config.kl_coef and KL_KINDS[config.kl_kind] is KL_KINDS["k1"] and not config.kl_importance:
+    if config.kl_coef and config.kl_kind in ("k1", "kl") and not config.kl_importance:
         warnings.warn(
             "The gradient of kl_kind='k1' is 0 on average, so this KL term pulls nowhere: use k3, k2 or k1+.",
             stacklevel=3,

@@ -389,8 +389,9 @@ def _row(c, seen, batch, part, exact, first) -> dict:
     sums = torch.stack([torch.zeros(6).double(), *(s.cpu() for _, s, _ in seen)]).sum(0)
     loss, *distances, steps = sums.tolist()
     k1, k3, own, ref = (x / steps if steps else math.nan for x in distances)
-    if not steps:  # nothing was run
-        row |= {k: math.nan for k in ("ratio/mean", "kl", "entropy") if k in row}
+    empty = () if steps else ("ratio/mean", "entropy", "kl_old/k1", "kl_old/k3")  # nothing was run
+    empty += () if batch["kl_mask"][part].any() else ("kl",)
+    row |= {k: math.nan for k in empty if k in row}
     if c.scheme != "fixed":
         row |= {f"kl_anchor/{k}": row[f"kl_old/{k}"] for k in ("k1", "k3")}
     row |= {"loss": loss, "kl_old/k1": k1, "kl_old/k3": k3}
@@ -401,8 +402,7 @@ def _row(c, seen, batch, part, exact, first) -> dict:
         row.setdefault("kl", ref)  # the loss's own estimate if it has one
     zero_N = batch["advantages"][part].reshape(len(part), -1).eq(0).all(1) if len(part) else part
     row |= c.loss.bounds() | {"n_samples": len(part), "n_zero_advantage": int(zero_N.sum())}
-    row["n_scored"] = len(part) - int(batch["skipped"][part].sum())
-    return row | {"n_tokens": int(steps)}
+    return row | {"n_scored": len(part) - int(batch["skipped"][part].sum()), "n_tokens": int(steps)}
 
 # %% ../nbs/method/02_update.ipynb #b3ff5de1
 def _metrics_of_nothing(c, batch) -> dict:

@@ -132,8 +132,7 @@ def test_without_a_limit_the_policy_says_how_large_a_pass_is():
 def test_truncated_samples_leave_numerator_and_denominator(aggregation):
     loss = LossConfig(aggregation=aggregation)
     (policy, r, adv), (alone, _, _) = case(), case()
-    cut = torch.arange(len(r)) % 3 == 0
-    r.info["truncated"] = cut
+    r.info["truncated"] = cut = torch.arange(len(r)) % 3 == 0
     sgd = lambda p: torch.optim.SGD(p.parameters(), 0.5)
     got = update(policy, r, adv, sgd(policy), UpdateConfig(loss=loss, mask_truncated=True))
     want = update(alone, r[~cut], adv[~cut], sgd(alone), UpdateConfig(loss=loss))
@@ -160,10 +159,15 @@ def test_a_loss_of_ones_own_may_ask_for_a_maximum_where_nothing_is_run(monkeypat
     monkeypatch.setitem(POLICY_LOSSES, "peak", peak)
     policy, r, adv = case()
     adv[6:] = 0  # two of three minibatches
-    config = UpdateConfig(minibatch_size=6, loss=LossConfig("peak"))
+    config = UpdateConfig(minibatch_size=6, loss=LossConfig("peak"), scheme="progressive")
     sgd = torch.optim.SGD([policy.logits], 1.0)
     got = update(policy, r, adv, sgd, config, generator=seeded(0, "mb"))
     assert sorted(row["n_scored"] for row in got.rows) == [0, 0, 6] and got.done == 3
+    assert got.frame()["kl_anchor/k3"].isna().sum() == 2  # not 0, which a mean would count
+    dead = {"kl_on_dead_groups": False, "skip_zero_advantage": False, "check_tol": None}
+    config = UpdateConfig(1, 6, loss=LossConfig(kl_coef=0.1), **dead)
+    got = update(policy, r, adv, sgd, config, Table(seed=5), seeded(0, "mb"))
+    assert got.frame().kl.isna().sum() == 2
 
 
 @pytest.mark.parametrize(
