@@ -17,6 +17,7 @@ KEYS = {"difficulty_based": ["negative", "negative"], "offline_easy2hard": ["dig
 
 
 POOLS = [every(x) for x in (POLICY_LOSSES, KL_KINDS, ADVANTAGES, RULES, SELECTORS)]
+POOLS[1] += ["k1+", "k3+"]
 
 
 @pytest.fixture(autouse=True)

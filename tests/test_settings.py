@@ -2,15 +2,18 @@
 
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from grpo_nb.integrations.coming_from import read_settings
 from grpo_nb.integrations.from_trinity import config_from_trinity
 from grpo_nb.integrations.from_trl import config_from_trl
 from grpo_nb.integrations.from_verl import config_from_verl
 from grpo_nb.lab.recipe import open_stream
 from grpo_nb.losses import Clip
+from grpo_nb.trainer import GRPO
 
 FOLDER = Path(__file__).parent / "recorded" / "configs"
 FILES = sorted(FOLDER.glob("*/*.json"))
@@ -98,6 +101,23 @@ def test_every_key_is_taken_or_told(case):
     assert {k for k in whole["not_taken"] if not isinstance(given.get(k), dict)} <= set(got.left)
     unknown = [k for k, why in got.left.items() if why.startswith("not a key")]
     assert set(unknown) <= set(want["unknown_keys"])
+
+
+TINY = """policy.model=data:tiny-llama policy.dtype=float32 policy.system_prompt=null policy.max_new_tokens=10
+tasks.tasksets=null tasks.train=data:tasks/easy_train.jsonl tasks.eval=null tasks.prompt=prompt train_batch_size=4
+num_generations=4 filter_groups.gen_batch_size=4 advantage.weights=null rewards.functions.exact_answer.extract=marker
+rewards.functions.exact_answer.marker=</think>""".split()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_trains_a_step_of_the_embedded_model(name, tmp_path):
+    case, library = CASES[name], name.split("/")[0]
+    path = tmp_path / ("run.sh" if "overrides" in case else "run.yaml")
+    path.write_text(" ".join(map(repr, case.get("overrides", ()))) or json.dumps(case["settings"]))
+    processes = case["expected"]["processes"] if library == "trl" else 1
+    with closing(GRPO.from_config(read_settings(library, path, TINY, processes).config)) as trainer:
+        assert math.isfinite(trainer.step()["loss"])
 
 
 OTHERS = {name: c["expected"].get("other_process_counts", {}) for name, c in CASES.items()}

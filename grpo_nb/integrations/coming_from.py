@@ -19,6 +19,7 @@ from .settings import Reading, _settings_tree
 
 # %% ../../nbs/integrations/06_coming_from.ipynb #1211bd08
 _READERS = {"trl": config_from_trl, "verl": config_from_verl, "trinity": config_from_trinity}
+_VERL = re.compile(r"\+*(data|actor_rollout_ref|algorithm|trainer|critic)\.")
 _PENALTY = "rewards.functions.soft_overlong"
 _NEEDED = {
     "policy.model": "policy.model=...",
@@ -36,11 +37,7 @@ def read_settings(
     "A reading that can be trained: ValueError if it names no model, tasks or rewards."
     options = {"processes": processes} if library == "trl" else {}
     reader = _READERS[one_of("library", library, _READERS)]
-    theirs = [
-        o
-        for o in overrides
-        if re.match(r"\+*(data|actor_rollout_ref|algorithm|trainer|critic)\.", o)
-    ]
+    theirs = [o for o in overrides if _VERL.match(o)]
     found = reader(_settings_tree(path, theirs), **options)
     ours = [o for o in overrides if o not in theirs]
     known = {*found.taken.values(), *(o.partition("=")[0] for o in ours)}
@@ -52,4 +49,9 @@ def read_settings(
         raise ValueError(f"{path} says nothing that can be used here for: add {' '.join(missing)}.")
     functions = found.config.rewards.functions if _PENALTY in found.taken.values() else {}
     empty = override(found.config, {"rewards.functions": functions})
-    return dataclasses.replace(found, config=override(empty, ours))
+    config = override(empty, ours)
+    metric, names = config.filter_groups.metric, [*config.rewards.functions]
+    right = [k for k in names if k != "soft_overlong"]  # acc there, beside the penalty, too
+    if len(right) == 1 and (metric == "accuracy" or metric == "acc" and len(names) == 2):
+        config = override(config, {"filter_groups.metric": right[0]})
+    return dataclasses.replace(found, config=config)
