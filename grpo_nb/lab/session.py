@@ -346,8 +346,8 @@ def sample_table(
         "length": r.lengths_N.tolist(),
     }
     columns |= {f"rewards/{k}": reward_NR[:, i].tolist() for i, k in enumerate(r.reward_names)}
-    w_R = [1.0] * reward_NR.shape[1] if weights is None else weights
-    columns["reward"] = weighted_sum(reward_NR, w_R).to(reward_NR).tolist()
+    total = weighted_sum(r.rewards, weights or [1.0] * len(r.reward_names))  # (N,) or (N, K)
+    columns["reward"] = total[:, None].flatten(1).nanmean(1).to(reward_NR).tolist()
     logged = r.info.get("logged", ())
     columns |= {
         k: [row.get(k) for row in logged] for k in dict.fromkeys(k for x in logged for k in x)
