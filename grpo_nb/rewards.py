@@ -367,6 +367,9 @@ class _EventLoop:
 _LOOP = _EventLoop()
 
 # %% ../nbs/method/01_rewards.ipynb #afd44f61
+_SAMPLE_COLUMNS = "step group prompt completion advantage length reward truncated".split()
+
+
 def _loggers(logged: dict[str, dict], n: int) -> dict[str, Callable]:
     "TRL's functions that write beside the rewards: into a dict of metrics and one of columns, as plain data."
 
@@ -375,6 +378,8 @@ def _loggers(logged: dict[str, dict], n: int) -> dict[str, Callable]:
 
     def log_extra(column: str, values: Sequence) -> None:
         values = [values] if isinstance(values, str) else values
+        if column in _SAMPLE_COLUMNS:
+            raise _ContractError(f"expected a new name, got log_extra({column!r}, ...)")
         if len(values) != n:
             raise _ContractError(f"log_extra({column!r}) got {len(values)} values for {n} samples")
         as_json = lambda x: x.item() if hasattr(x, "item") else str(x)

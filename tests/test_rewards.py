@@ -410,6 +410,7 @@ BREACHES = [
     (lambda completions: torch.ones(2, 1, 1), "one per completion, got Tensor"),
     (lambda completion: 1j, "got complex 1j"),
     (lambda completion: [1.0, "x"], "got str 'x'"),
+    (lambda completions, log_extra: log_extra("reward", completions), "log_extra('reward', ...)"),
 ]
 
 
