@@ -161,8 +161,7 @@ def _feature_array(values: Sequence, where: Callable[[int], str], name: str) -> 
         if out.dtype.kind in "bifU":
             return out
     raise ValueError(
-        f"{where(odd)}: column {name!r} holds {values[odd]!r:.40}, but a feature is all numbers (64 bit), all booleans or all "
-        "strings."
+        f"{where(odd)}: column {name!r} holds {values[odd]!r:.40}: a feature is numbers (64 bit), booleans or strings alone."
     )
 
 # %% ../nbs/method/01_tasks.ipynb #f1f08633
