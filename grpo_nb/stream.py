@@ -231,7 +231,8 @@ class Shares:
             raise ValueError("stages needs at least one stage; all but the last need samples >= 1.")
         if stages[-1].samples is not None:
             raise ValueError("The last stage lasts until the run ends: leave out its samples.")
-        self.counts = [_apportion(s.by_place(names) or sizes, sizes) for s in stages]
+        weights = [s.by_place(names) for s in stages]
+        self.counts = [_apportion(sizes if w is None else w, sizes) for w in weights]
         later = [seed_of(seed or 0, "stage", i) for i in range(1, len(stages))]
         self.seeds = [seed, *later]
         self.starts = np.cumsum([0] + [s.samples for s in stages[:-1]])

@@ -157,6 +157,8 @@ WRONG = (
 )
 WRONG_SHARES = (
     (3, "shares: weights must be"),
+    ([], "one for each of 1 tasksets"),
+    ({"kind": "stages", "stages": [{"weights": []}]}, "one for each of 1 tasksets"),
     ({"kind": "weights"}, "weights=None do not fit"),
     ({"kind": "size", "weights": [1]}, "do not fit"),
     ({"kind": "stages", "stages": [{"samples": "4"}, {}]}, r"stages\[0\].samples must be a whole"),
