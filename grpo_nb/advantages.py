@@ -445,7 +445,8 @@ def passk(rewards, group_N, weights=None, *, scale="group", eps=1e-4, ddof=1, **
     r = grouped_rewards(rewards, group_N, weights, **batch)
     if (r.groups.size_P == 1).any():
         raise ValueError("passk compares the best with the second best: groups need 2 samples.")
-    cost = -r.total_NK.nan_to_num(-torch.inf)
+    # of the best, so that those that differ by rounding alone are equal
+    cost = weighted_sum(-r.rewards_NRK, r.weights_R, r.groups).nan_to_num(torch.inf)
     top = cost == r.groups.expand(r.groups.min(cost))
     second = r.groups.expand(r.groups.min(torch.where(top, torch.inf, cost)))
     alone = top & (r.groups.expand(r.groups.sum(top)) == 1) & second.isfinite()
@@ -494,13 +495,15 @@ def spread_to_tokens(
     return torch.where(mask_NS.bool() & (item_NS >= 0), picked, 0.0)
 
 # %% ../nbs/method/01_advantages.ipynb #1e8df6af
-def _advantage_metrics(r: GroupedRewards, values_NK: Tensor, names: Sequence[str]) -> dict:
-    "Where the signal is: rewards, constant and dead groups, the share of each component."
-    a_NK = torch.where(r.ok_NK, values_NK.double(), torch.nan)
-    total, a = r._batch_stats(r.total_NK), r._batch_stats(a_NK)
+def _advantage_metrics(
+    r: GroupedRewards, values_NK: Tensor, names: Sequence[str], raw: GroupedRewards | None = None
+) -> dict:
+    "Where the signal is: rewards (`raw`: before scales and gates), constant and dead groups, the share of each component."
+    raw, a_NK = raw or r, torch.where(r.ok_NK, values_NK.double(), torch.nan)
+    total, a = raw._batch_stats(raw.total_NK), r._batch_stats(a_NK)
     out = {"reward": total.mean, "reward_std": total.std}
     for k, name in enumerate(names):
-        s = r._batch_stats(r.rewards_NRK[:, k])
+        s = raw._batch_stats(raw.rewards_NRK[:, k])
         out |= {f"rewards/{name}/mean": s.mean, f"rewards/{name}/std": s.std}
     out |= {"adv/abs_mean": r._batch_stats(a_NK.abs()).mean, "adv/std": a.std}
     out |= {"adv/min": a.min, "adv/max": a.max}
@@ -621,12 +624,13 @@ def compute_advantages(
             f"{n} rewards need {n} different reward_names, got {names!r} (settings go to config=)."
         )
     _check_keys(c, names)
-    x = _scaled_and_gated(rewards, names, c)
     batch = dict(mask_NK=mask_NK, missing=c.missing, singleton=c.singleton)
-    r = grouped_rewards(x, group_N, weights_by_name(c.weights, names), **batch)
+    raw = grouped_rewards(rewards, group_N, weights_by_name(c.weights, names), **batch)
+    x = _scaled_and_gated(rewards, names, c)
+    r = grouped_rewards(x, raw.groups, raw.weights_R, **batch)
     values = _run(c, x, group_N, r, batch, lengths_N)
     values_NK = values[:, None] if values.ndim == 1 else values
-    return Advantages(values, _advantage_metrics(r, values_NK, names))
+    return Advantages(values, _advantage_metrics(r, values_NK, names, raw))
 
 # %% ../nbs/method/01_advantages.ipynb #4bfcbd38
 def _run(
