@@ -103,7 +103,8 @@ def sapo(log_ratio_NS, advantage_NS, tau_pos=1.0, tau_neg=1.05):
 def dro(log_ratio_NS, advantage_NS, logp_NS, beta):
     "Policy gradient with a squared log-ratio penalty of strength `beta`, which sets the scale of the advantage."
     beta = check_number("beta", beta, 0, above=True)
-    return 0.5 * beta * log_ratio_NS.square() - advantage_NS * logp_NS
+    moved_NS = torch.where(log_ratio_NS.abs() > 1e-4, log_ratio_NS, 0.0)
+    return 0.5 * beta * moved_NS.square() - advantage_NS * logp_NS
 
 # %% ../nbs/method/01_losses.ipynb #49ef7ea5
 def _trusting(trusted_NS, log_ratio_NS, advantage_NS, logp_NS, ratio_max) -> Tensor:
