@@ -41,7 +41,7 @@ from .rewards import passing_rewards
 from .scheduler import make_stream
 from .stream import SMALL, StreamConfig, check_tasks, open_tasks
 from .tasks import Task, Taskset, overlap
-from .update import UpdateConfig, UpdateReport, _rollout_logp, update
+from .update import UpdateConfig, UpdateReport, _check_offers, _rollout_logp, update
 
 # %% ../nbs/method/04_trainer.ipynb #ae43e5c6
 class GRPO:
@@ -554,6 +554,7 @@ def _check_setup(self: GRPO):
     _check_keys(c.advantage, self.rewards.components)
     if (columns := getattr(self.policy, "info_columns", None)) is not None:
         _check_metrics(c.filter_groups.metrics, self.rewards.components, columns)
+    _check_offers(c.update, self.policy, ("truncated",) if columns is None else columns)
     for name in c.filter_groups.weights or ():
         one_of("reward in filter_groups.weights:", name, self.rewards.components)
     loss, longest = c.update.loss, getattr(self.policy, "max_new_tokens", None) or 1

@@ -341,8 +341,6 @@ def _sampling(c, rollout) -> tuple[Tensor | None, dict[str, float]]:
 
 def _without_truncated(rollout: Rollout) -> Rollout:
     "Truncated samples keep no step: they leave the loss and what it is divided by."
-    if "truncated" not in rollout.info:
-        raise ValueError("mask_truncated needs info['truncated'], which this policy does not give.")
     cut_N = torch.as_tensor(rollout.info["truncated"]).to(rollout.mask_NS.device)
     if cut_N.all():
         said = "mask_truncated leaves nothing to train on: every sample is truncated. Raise max_new_tokens."
@@ -480,7 +478,15 @@ def _check(c, policy, rollout, advantages, optimizer, reference, generator):
         raise ValueError("Several minibatches are shuffled: pass generator=torch.Generator().")
     told = n, float(rollout.old_logp_NS.double().sum())
     _check_same({"the rollout (its samples, and the sum of their log-probs)": told})
-    _check_policy(c, policy)
+    _check_offers(c, policy, rollout.info)
+    if not torch.is_grad_enabled():
+        raise ValueError("Gradients are off (torch.no_grad, inference_mode): train outside of it.")
+    if c.scheme == "reference":
+        warnings.warn(
+            "scheme='reference' clips the ratio to the reference policy although the samples are the current policy's: it stops "
+            "learning at a wall around the reference. It is here for comparison; use scheme='fixed'.",
+            stacklevel=3,
+        )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p) in held for p in policy.parameters()):
         raise ValueError(
@@ -488,10 +494,8 @@ def _check(c, policy, rollout, advantages, optimizer, reference, generator):
         )
 
 # %% ../nbs/method/02_update.ipynb #c67dee92
-def _check_policy(c, policy):
-    "Refuse options that the policy or this loop does not offer."
-    if not torch.is_grad_enabled():
-        raise ValueError("Gradients are off (torch.no_grad, inference_mode): train outside of it.")
+def _check_offers(c, policy, columns):
+    "Refuse options that the policy does not offer; `columns` are the names of its rollouts' info."
     if c.loss.entropy_coef and not hasattr(policy, "logp_entropy"):
         raise ValueError(
             f"loss.entropy_coef={c.loss.entropy_coef:g} needs a policy that offers logp_entropy(rollout) -> (logp, entropy), both "
@@ -499,9 +503,5 @@ def _check_policy(c, policy):
         )
     if c.kl_stop.stat == "exact" and not hasattr(policy, "logp_and_kl"):
         raise ValueError("kl_stop.stat='exact' needs a policy that offers logp_and_kl: use 'k3'.")
-    if c.scheme == "reference":
-        warnings.warn(
-            "scheme='reference' clips the ratio to the reference policy although the samples are the current policy's: it stops "
-            "learning at a wall around the reference. It is here for comparison; use scheme='fixed'.",
-            stacklevel=4,
-        )
+    if c.mask_truncated and "truncated" not in columns:
+        raise ValueError("mask_truncated needs info['truncated'], which this policy does not give.")
