@@ -82,7 +82,7 @@ def check_call(f: Any, where: str, arguments: Sequence[str], keywords: Sequence[
         raise ValueError(f"{where} is called with ({given}), but takes {signature}: {e}.") from None
 
 # %% ../nbs/ground/00_config.ipynb #13a8ddca
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Range:
     "A range of numbers that checks what is given, and says in words what it needs."
 
@@ -93,7 +93,7 @@ class _Range:
     below: bool = False  # the high end itself is excluded
     finite: bool = True
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         parts = ["a whole number"] if self.whole else []
         if self.low > -math.inf:
             parts.append(f"{'>' if self.above else '>='} {self.low:g}")

@@ -160,6 +160,8 @@ def weighted_sum(
 # %% ../nbs/method/00_core.ipynb #2cff6958
 def _as_mask(mask: Tensor) -> Tensor:
     "A mask as booleans; other numbers than 0 and 1 are refused."
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"A mask is a tensor of 0 and 1, got a {type(mask).__name__}.")
     if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
         raise ValueError(f"A mask must be of 0 and 1, got other numbers ({mask.dtype}).")
     return mask.bool()

@@ -136,8 +136,11 @@ def dppo_kl(log_ratio_NS, advantage_NS, logp_NS, old_logp_NS, low=0.05, high=Non
 # %% ../nbs/method/01_losses.ipynb #82b0825e
 def _steps(x: Tensor, mask_NS: Tensor) -> Tensor:
     "`x` of shape (N,), (N, 1) or (N, S) as (N, 1) or (N, S), in float32 at least."
-    if x.is_complex():
-        raise ValueError(f"Got {x.dtype} numbers: rewards, advantages and log-probs are real.")
+    if not isinstance(x, Tensor) or x.is_complex():
+        got = getattr(x, "dtype", type(x).__name__)
+        raise ValueError(
+            f"Got {got}: rewards, advantages and log-probs are tensors of real numbers."
+        )
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
     rows = x[:, None] if x.ndim == 1 else x
     n, s = mask_NS.shape

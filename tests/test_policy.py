@@ -221,8 +221,8 @@ def test_whatever_peft_trains_is_scored_copied_and_stored(tokenizer, options, tm
         ({"layer_replication": [[0, 1], [0, 1]]}, "leave out layer_replication"),
         ({"alora_invocation_tokens": [1]}, "leave out alora_invocation"),  # at work after them
         ({"arrow_config": {}}, "leave out arrow_config"),
-        ({"lora_alpha": 0}, "leave out lora_alpha=0"),
-        ({"r": "8"}, "lora: "),
+        ({"lora_alpha": 0}, "lora_alpha must be a whole number >= 1"),
+        ({"r": "8"}, "lora: r must be a whole number"),
         ({"target_modules": ["q_porj"]}, "'q_porj'. Did you mean 'q_proj'"),
     ],
     ids=str,

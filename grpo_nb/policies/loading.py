@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..config import one_of, unknown_name
+from ..config import check_number, one_of, unknown_name
 from ..core import ONE_THREAD, seed_globally, seed_of
 from ..tasks import data_path
 
@@ -282,6 +282,8 @@ def add_lora(
     options = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "seed": 0} | options
     for key in options:
         one_of("key of lora (the rank is r)", key, ["seed", *(f.name for f in fields(LoraConfig))])
+    for key in ("r", "lora_alpha"):
+        options[key] = check_number(f"lora: {key}", options[key], 1, whole=True)
     layers, wanted = dict(model.named_modules()), options["target_modules"]
     known = {k.rpartition(".")[2] for k in layers} - {""}
     for name in [] if isinstance(wanted, str) else wanted or []:
@@ -295,7 +297,7 @@ def add_lora(
             # dropout, or adapters for some texts only; layers that share weights
             unfit = "lora_dropout alora_invocation_tokens arrow_config layer_replication".split()
             odd = [k for k in unfit if getattr(config, k, None) not in (None, 0)]
-            if odd := odd or ["lora_alpha=0"] * (not config.lora_alpha):
+            if odd:
                 raise ValueError(f"leave out {odd[0]}: all that is trained is sampled and saved.")
             inject_adapter_in_model(config, model)
         except (TypeError, ValueError, IndexError) as e:

@@ -22,7 +22,8 @@ from fastcore.basics import patch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ..config import check_number, _check_options, one_of
+from ..config import Count, Natural, Positive, number_in
+from ..config import _check_options, _fit_options, one_of
 from ..core import Groups, Rollout, _check_finite, pad_to, seeded
 from .decoding import FLOOR, Network, draw, _shape_logits
 from .decoding import _left_padded, _rows_of, _take
@@ -48,14 +49,14 @@ class TokenPolicy:
         self,
         model: nn.Module,  # a transformers causal LM, also in a PeftModel
         tokenizer,  # its tokenizer
-        max_new_tokens: int = 64,  # S: longest completion
-        temperature: float = 1.0,  # > 0
-        top_k: int = 0,  # 0 = all tokens
-        top_p: float = 1.0,  # 1 = all tokens
+        max_new_tokens: Count = 64,  # S: longest completion
+        temperature: Positive = 1.0,  # greedy is sample(..., greedy=True)
+        top_k: Natural = 0,  # 0 = all tokens
+        top_p: number_in(0, 1, above=True) = 1.0,  # 1 = all tokens
         stop: int | str | list | None = None,  # further ends: ids, or texts of one token each
         chat: bool | None = None,  # chat template for string prompts; None: if there is one
         system_prompt: str | None = None,  # first message of the chat
-        chunk_tokens: int | None = None,  # tokens per pass through the output layer; None: ~32 MB
+        chunk_tokens: Count | None = None,  # tokens per pass through the output layer; None: ~32 MB
         share_prefix: bool = True,  # run each prompt once per group instead of once per sample
         lora: dict | None = None,  # train low-rank additions only, see `add_lora`
         autocast: str | None = None,  # "bfloat16": compute in it; log-probs stay in fp32
@@ -65,13 +66,8 @@ class TokenPolicy:
         **unknown,  # refused
     ):
         _check_options(TokenPolicy, unknown)
-        greedy = "temperature (greedy: sample(..., greedy=True))"
-        self.temperature = check_number(greedy, temperature, 0, above=True)
-        self.top_p = check_number("top_p", top_p, 0, 1, above=True)
-        self.top_k = check_number("top_k", top_k, 0, whole=True)
-        self.max_new_tokens = check_number("max_new_tokens", max_new_tokens, 1, whole=True)
-        if chunk_tokens is not None:
-            chunk_tokens = check_number("chunk_tokens", chunk_tokens, 1, whole=True)
+        self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
+        self.max_new_tokens = max_new_tokens
         flags = {"share_prefix": share_prefix, "gradient_checkpointing": gradient_checkpointing}
         _check_flags(chat=chat, shard=shard, **flags)
         autocast = _asked_autocast(autocast)
@@ -101,6 +97,12 @@ class TokenPolicy:
         if not self.stop:
             said = "The model names no end-of-sequence token, so completions have max_new_tokens tokens: pass stop."
             warnings.warn(said, stacklevel=2)
+
+    def __setattr__(self, name, value):
+        "What sampling reads is checked whenever it is set."
+        if name in ("max_new_tokens", "temperature", "top_k", "top_p", "chunk_tokens"):
+            value = _fit_options(TokenPolicy.__init__, {name: value}, "policy")[name]
+        object.__setattr__(self, name, value)
 
     def __repr__(self):
         n = sum(p.numel() for p in self.model.parameters())
