@@ -157,10 +157,13 @@ def evaluate(
     with _uncounted(rewards):
         if c.greedy:
             drawn = sample_in_shares(policy, tasks, 1, seeded(seed, "eval"), greedy=True)
-            scores["greedy"] = sample_scores(rewards(drawn, shared=True), passed).cpu().numpy()
+            drawn = rewards(drawn, shared=True)
+            scores["greedy"] = sample_scores(drawn, passed).cpu().numpy()
         if c.samples:
             drawn = sample_in_shares(policy, tasks, c.samples, seeded(seed, "eval"))
-            scores |= _sampled_scores(rewards(drawn, shared=True), c.samples, k, weights, passed)
+            drawn = rewards(drawn, shared=True)
+            scores |= _sampled_scores(drawn, c.samples, k, passed)
+    scores |= _weighted_score(drawn, len(tasks), weights)
     return Scores(_with_intervals(scores, parts), len(tasks), c.samples, passed, scores)
 
 # %% ../nbs/method/03_evaluate.ipynb #2cca782c
@@ -183,8 +186,8 @@ def _uncounted(rewards):
         rewards.last = batch
 
 # %% ../nbs/method/03_evaluate.ipynb #2482f529
-def _sampled_scores(rollout: Rollout, samples: int, k, weights, passed) -> dict[str, np.ndarray]:
-    "Mean score and pass@k per task; with several rewards also each of them, and the weighted sum."
+def _sampled_scores(rollout: Rollout, samples: int, k, passed) -> dict[str, np.ndarray]:
+    "Mean score and pass@k per task; with several rewards also each of them."
     per_task = lambda x_N: x_N.double().cpu().view(-1, samples)
     score_PG = per_task(sample_scores(rollout, passed))
     scores = {"sampled": score_PG.nanmean(1)}
@@ -192,11 +195,19 @@ def _sampled_scores(rollout: Rollout, samples: int, k, weights, passed) -> dict[
     scores |= {f"pass@{i}": pass_at_k(right_P, judged_P, i) for i in k}
     names = rollout.reward_names
     if len(names) > 1:
-        total = _total_reward(rollout, None if weights is None else dict(zip(names, weights)))
         each = {f"sampled/{name}": sample_scores(rollout, [name]) for name in names}
-        each["reward"] = total if total.ndim == 1 else total.nanmean(1)
         scores |= {name: per_task(x_N).nanmean(1) for name, x_N in each.items()}
     return {name: np.asarray(x_P) for name, x_P in scores.items()}
+
+
+def _weighted_score(rollout: Rollout, n_tasks: int, weights) -> dict[str, np.ndarray]:
+    "The weighted sum per task, which training calls `reward` too; a single reward of weight 1 is the score itself."
+    names = rollout.reward_names
+    if len(names) == 1 and (weights is None or list(weights) == [1]):
+        return {}
+    total = _total_reward(rollout, None if weights is None else dict(zip(names, weights)))
+    total_N = total if total.ndim == 1 else total.nanmean(1)
+    return {"reward": total_N.cpu().view(n_tasks, -1).nanmean(1).numpy()}
 
 # %% ../nbs/method/03_evaluate.ipynb #280f67c5
 def _with_intervals(scores: Mapping[str, np.ndarray], parts: Mapping[str, list]) -> dict:

@@ -440,7 +440,7 @@ def _idle_rules(trainer: GRPO, now: Mapping, given: Sequence[str]) -> list[tuple
     alone = not trainer.rewards.pooled
     judged, best = bool(trainer.eval_tasks), _at(now, "checkpoint.keep_best") and c.eval.every
     groups, u, stop, way = c.filter_groups, c.update, c.update.kl_stop, c.update.loss.aggregation
-    scores = ["greedy"] * c.eval.greedy + ["reward", "sampled"] * bool(c.eval.samples)
+    scores = ["greedy"] * c.eval.greedy + ["sampled"] * bool(c.eval.samples) + ["reward"]
     lost = best and not {*scores} & {*_at(now, "checkpoint.best").removeprefix("eval_").split("/")}
     size = c.train_batch_size * c.num_generations
     made, n = _at(now, "application"), getattr(trainer.stream, "max_steps", None) or c.steps
