@@ -273,8 +273,9 @@ def _with_kl(self: GRPO, rollout: Rollout) -> tuple[Tensor, Sequence[str], Advan
         return rewards, rollout.reward_names, how
     if rewards.ndim == 3:
         raise ValueError("rewards.kl_in_reward needs one reward per sample, not one per rank.")
-    ref_NS = _rollout_logp(self.reference, rollout, self.config.update.micro_tokens)
-    kl_N = kl_penalty(rollout.old_logp_NS, ref_NS, "k1", rollout.mask_NS).sum(1)
+    both, passes = (self.policy, self.reference), self.config.update.micro_tokens
+    now_NS, ref_NS = (_rollout_logp(p, rollout, passes) for p in both)  # alike: no noise
+    kl_N = kl_penalty(now_NS, ref_NS, "k1", rollout.mask_NS).sum(1)
     kl_N = kl_N.where(rollout.taken_N, math.nan).to(rewards)
     how = dataclasses.replace(how, weights=[*self.weights, coef])
     return torch.cat([rewards, -kl_N[:, None]], 1), (*rollout.reward_names, "kl"), how
