@@ -7,22 +7,19 @@ __all__ = ['log', 'FilterCapError', 'Collected', 'GroupCollector']
 
 # %% ../nbs/method/02_collector.ipynb #826ef5a0
 import copy
-import dataclasses
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from fastcore.basics import patch
-from torch import Tensor
 
 from .advantages import AdvantageConfig, _as_trained, weights_by_name
 from .config import build_config, check_number
 from .core import Groups, Rollout, concat, group_stats
-from .files import pack, unpack
 from .filter_groups import FilterGroupsConfig, GroupDecision, _adaptive_cap, decide
 from .filter_groups import expected_gen_batches, _next_batch_size, varies
 from .filter_groups import _weighted_components
@@ -59,7 +56,6 @@ class GroupCollector:
         train_batch_size: int,  # B: groups of a full batch
         num_generations: int | None = None,  # G, checked early if known
         advantage: AdvantageConfig | Mapping | None = None,  # how rewards count in training
-        make_task: Callable | None = None,  # builds a task again when state is loaded
     ):
         if num_generations == 1:
             raise ValueError(
@@ -70,7 +66,6 @@ class GroupCollector:
         self.train_batch_size = check_number("train_batch_size", train_batch_size, 1, whole=True)
         self.full_size = config.gen_batch_size or train_batch_size
         self.advantage = build_config(AdvantageConfig, advantage)
-        self.make_task = make_task
         self.status = "closed"  # "closed", "open", "full" or "cap"
         self.held: list[Rollout] = []  # kept groups of this step
         self.num_held = 0  # groups in them
@@ -258,7 +253,7 @@ def _decide(self: GroupCollector, rollout: Rollout) -> GroupDecision:
     config, how, names = self.config, self.advantage, rollout.reward_names
     if config.weights is None and how.weights is not None:
         weights = dict(zip(names, weights_by_name(how.weights, names)))
-        config = dataclasses.replace(config, weights=weights)
+        config = replace(config, weights=weights)
     trained = _as_trained(rollout, how)
     decision = decide(rollout if config.metrics else trained, config)
     other = rollout.rewards is not None and config.metrics != rollout.reward_names
@@ -478,38 +473,21 @@ _ROLLOUTS = ("held", "carried", "unrewarded")
 
 # %% ../nbs/method/02_collector.ipynb #82b6e2b7
 @patch
-def state_dict(self: GroupCollector) -> dict:  # {"json": ..., "tensors": {name: tensor}}
+def state_dict(self: GroupCollector) -> dict:  # numbers, tensors and tasks
     "Everything needed to go on, also in the middle of a step."
-    told = {"format": 2, "tally": dict(self.tally) | {"reasons": dict(self.reasons)}}
-    told |= {name: copy.deepcopy(getattr(self, name)) for name in _PLAIN}
-    tensors: dict[str, Tensor] = {}
-    for name in _ROLLOUTS:
-        told[name] = [
-            {k: pack(v, f"{name}.{i}.{k}", tensors) for k, v in vars(rollout).items()}
-            for i, rollout in enumerate(getattr(self, name))
-        ]
-    return {"json": told, "tensors": tensors}
+    state = {name: getattr(self, name) for name in ("tally", "reasons", *_PLAIN)}
+    state |= {name: [vars(r) for r in getattr(self, name)] for name in _ROLLOUTS}
+    return copy.deepcopy({"format": 3} | state)
 
 # %% ../nbs/method/02_collector.ipynb #3a521b0a
 @patch
-def load_state_dict(
-    self: GroupCollector,
-    state: Mapping,  # from `state_dict`
-):
+def load_state_dict(self: GroupCollector, state: Mapping):
     "Continue exactly where the state was taken."
-    told = copy.deepcopy(state["json"])
-    if told.get("format") != 2:
+    if state.get("format") != 3:
         raise ValueError("The collector's state has another format, of another version.")
-    self.reasons = Counter(told["tally"].pop("reasons"))
-    self.tally = Counter(told["tally"])
+    state = copy.deepcopy(state)
+    self.tally, self.reasons = Counter(state["tally"]), Counter(state["reasons"])
     for name in _PLAIN:
-        setattr(self, name, told[name])
-
-    def rollout(stored: dict) -> Rollout:
-        if odd := stored.keys() ^ {f.name for f in dataclasses.fields(Rollout)}:
-            raise ValueError(f"The stored rollout and this version differ in {sorted(odd)}.")
-        own = {k: unpack(v, state["tensors"], self.make_task) for k, v in stored.items()}
-        return Rollout(**own)
-
+        setattr(self, name, state[name])
     for name in _ROLLOUTS:
-        setattr(self, name, list(map(rollout, told[name])))
+        setattr(self, name, [Rollout(**stored) for stored in state[name]])

@@ -420,7 +420,7 @@ def __init__(
             each.shard()
     self.optimizer = make_optimizer(policy, c.optimizer)
     self.generators = {k: seeded(c.seed, k) for k in ("sampling", "minibatches")}
-    fills = c.filter_groups, c.train_batch_size, c.num_generations, c.advantage, Task
+    fills = c.filter_groups, c.train_batch_size, c.num_generations, c.advantage
     self.collector = GroupCollector(*fills) if c.filter_groups.enable else None
 
     self.rate = c.optimizer.lr  # of the last step

@@ -9,6 +9,7 @@ import torch
 
 from grpo_nb.all import GroupCollector, Rollout, Task, TasksetScheduler, data_path
 from grpo_nb.cli import main
+from grpo_nb.files import pack, unpack
 from grpo_nb.filter_groups import FilterGroupsConfig
 from grpo_nb.lab.record import Run as LoggedRun
 from grpo_nb.selectors import SELECTORS, TaskSelectorConfig
@@ -65,20 +66,20 @@ class Run:
         options = {"surplus": "carry", "max_staleness": 1, "sizing": "adaptive"} | options
         options = {"max_num_gen_batches": 3, "on_cap": "train_partial"} | options
         config = FilterGroupsConfig(enable=True, metric="correct", log_format=None, **options)
-        self.collector = GroupCollector(config, BATCH, SAMPLES, make_task=Task)
+        self.collector = GroupCollector(config, BATCH, SAMPLES)
         self.skill, self.rng, self.stream = -1.0, np.random.default_rng(5), []
         if state is not None:
             state = pickle.loads(state)
             self.scheduler.load_state_dict(state["scheduler"])
-            tensors = {k: torch.from_numpy(x) for k, x in state["collector"]["tensors"].items()}
-            self.collector.load_state_dict(state["collector"] | {"tensors": tensors})
+            tensors = {k: torch.from_numpy(x) for k, x in state["tensors"].items()}
+            self.collector.load_state_dict(unpack(state["collector"], tensors, Task))
             self.skill, self.rng.bit_generator.state = state["skill"], state["rng"]
 
     def save(self):
         "All of it, as bytes in a file."
-        state = {"scheduler": self.scheduler.state_dict(), "collector": self.collector.state_dict()}
-        tensors = state["collector"]["tensors"]
-        state["collector"]["tensors"] = {k: t.numpy() for k, t in tensors.items()}  # pickles faster
+        state = {"scheduler": self.scheduler.state_dict(), "tensors": {}}
+        state["collector"] = pack(self.collector.state_dict(), "_", state["tensors"])
+        state["tensors"] = {k: t.numpy() for k, t in state["tensors"].items()}  # pickles faster
         return pickle.dumps(state | {"skill": self.skill, "rng": self.rng.bit_generator.state})
 
     def event(self):

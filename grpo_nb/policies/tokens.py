@@ -19,17 +19,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fastcore.basics import patch
+from fastcore.meta import delegates
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ..config import Count, Natural, Positive, number_in
 from ..config import _check_options, _fit_options, one_of
 from ..core import Groups, Rollout, _check_finite, pad_to, seeded
 from .decoding import FLOOR, Network, draw, _shape_logits
 from .decoding import _left_padded, _rows_of, _take
-from .loading import add_lora, load_model, merge_lora, _upload, _asked_autocast
+from .loading import PolicyConfig, add_lora, load_model, merge_lora, _upload
+from .loading import _SAMPLING, _asked_autocast
 from .loading import _has_adapters, _load_tokenizer, _mend_generation_config
-from .loading import _check_flags, _stop_tokens, _unwrap_peft, _warn_of_unseen
+from .loading import _stop_tokens, _unwrap_peft, _warn_of_unseen
 from .loading import _with_vocabulary, _write_adapter
 from ..files import writable
 from ..processes import place, whole
@@ -45,52 +46,34 @@ class TokenPolicy:
     fast = True  # `_LlamaDecoder` where it fits
     info_columns = ("truncated", "entropy")  # of its rollouts
 
+    @delegates(PolicyConfig, but=["dtype", "device"])
     def __init__(
         self,
         model: nn.Module,  # a transformers causal LM, also in a PeftModel
         tokenizer,  # its tokenizer
-        max_new_tokens: Count = 64,  # S: longest completion
-        temperature: Positive = 1.0,  # greedy is sample(..., greedy=True)
-        top_k: Natural = 0,  # 0 = all tokens
-        top_p: number_in(0, 1, above=True) = 1.0,  # 1 = all tokens
         stop: int | str | list | None = None,  # further ends: ids, or texts of one token each
-        chat: bool | None = None,  # chat template for string prompts; None: if there is one
-        system_prompt: str | None = None,  # first message of the chat
-        chunk_tokens: Count | None = None,  # tokens per pass through the output layer; None: ~32 MB
-        share_prefix: bool = True,  # run each prompt once per group instead of once per sample
-        lora: dict | None = None,  # train low-rank additions only, see `add_lora`
-        autocast: str | None = None,  # "bfloat16": compute in it; log-probs stay in fp32
         engine: Any = None,  # a server that samples, or {"kind": "vllm", "url": ...}
-        gradient_checkpointing: bool = False,  # compute activations again in the backward pass
-        shard: bool | None = None,  # FSDP2 over processes; None: if `accelerate launch` asks for it
-        **unknown,  # refused
+        **kwargs,  # further fields of PolicyConfig
     ):
-        _check_options(TokenPolicy, unknown)
-        self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
-        self.max_new_tokens = max_new_tokens
-        flags = {"share_prefix": share_prefix, "gradient_checkpointing": gradient_checkpointing}
-        _check_flags(chat=chat, shard=shard, **flags)
-        autocast = _asked_autocast(autocast)
+        c = _checked_options(stop, engine, **kwargs)
+        vars(self).update({k: getattr(c, k) for k in _SAMPLING})
         model = _unwrap_peft(getattr(model, "_orig_mod", model))  # of torch.compile
-        if lora is not None:
-            add_lora(model, lora)
-        self.lora, self.lora_options = _has_adapters(model), lora
+        if c.lora is not None:
+            add_lora(model, c.lora)
+        self.lora, self.lora_options = _has_adapters(model), c.lora
         self.source = None  # where `from_pretrained` found it
         self.trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self.model = model.eval()
-        self.network = Network(model, autocast)
+        self.network = Network(model, c.autocast)
         self.tokenizer, self._seen = _with_vocabulary(tokenizer), set()
         self.own_stop = {*_stop_tokens(model, tokenizer)}
         self.stop = sorted(self.own_stop | {*_stop_ids(stop, model, tokenizer)})
-        self.chat = bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
-        self.system_prompt = system_prompt
-        self.chunk_tokens = chunk_tokens
-        self.share_prefix = share_prefix
-        self.gradient_checkpointing = gradient_checkpointing
-        if gradient_checkpointing:
+        if c.chat is None:
+            self.chat = bool(getattr(tokenizer, "chat_template", None))
+        if c.gradient_checkpointing:
             _checkpoint_layers(model)
-        self.shard_told, self.sharded = shard, False
-        self.shard_asked = _asks_for_shards(shard, engine, self.lora)
+        self.shard_told, self.sharded = c.shard, False
+        self.shard_asked = _asks_for_shards(c.shard, engine, self.lora)
         self.engine = _open_engine(engine)
         if self.engine is not None:
             self.engine.attach(self)
@@ -100,8 +83,8 @@ class TokenPolicy:
 
     def __setattr__(self, name, value):
         "What sampling reads is checked whenever it is set."
-        if name in ("max_new_tokens", "temperature", "top_k", "top_p", "chunk_tokens"):
-            value = _fit_options(TokenPolicy.__init__, {name: value}, "policy")[name]
+        if name in _SAMPLING:
+            value = _fit_options(PolicyConfig, {name: value}, "policy")[name]
         object.__setattr__(self, name, value)
 
     def __repr__(self):
@@ -150,6 +133,15 @@ def _asks_for_shards(shard: bool | None, engine: Any, lora: Any) -> bool:
             "Sharded weights (FSDP2) go with neither policy.engine nor policy.lora: leave one out, or set policy.shard to false."
         )
     return asked
+
+
+def _checked_options(stop: Any = None, engine: Any = None, **options) -> PolicyConfig:
+    "The options of a policy, with what `accelerate launch` asks for."
+    _check_options(TokenPolicy, options)
+    config = PolicyConfig(**options)
+    config.autocast = _asked_autocast(config.autocast)
+    _asks_for_shards(config.shard, engine, config.lora)
+    return config
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #c7a9ab24
 _ENGINES = {"vllm": ("grpo_nb.integrations.vllm", "VLLM")}  # imported when asked for
@@ -208,9 +200,7 @@ def from_pretrained(
     By default 64 new tokens (the longest completion, in tokens), temperature 1 (> 0), all tokens (top_k 0, top_p 1), weights in fp32 and
     all of them trained, on the first of cuda, mps, cpu. ValueError for an unknown option, a number out of range, or a source that is no model.
     """
-    _check_options(TokenPolicy, kwargs)
-    _asked_autocast(kwargs.get("autocast"))
-    _asks_for_shards(*(kwargs.get(k) for k in ("shard", "engine", "lora")))
+    _checked_options(**kwargs)
     engine = _open_engine(kwargs.pop("engine", None))  # a server that is not there is told first
     policy = cls(*load_model(source, dtype, device), engine=engine, **kwargs)
     policy.source = str(source)
@@ -253,7 +243,6 @@ def push_to_hub(self: TokenPolicy, repo: str, private: bool = True, **kwargs) ->
 @patch
 def settings(self: TokenPolicy) -> dict:
     "What it is made of and how it samples, by the keys of a recipe's policy section."
-    names = "max_new_tokens temperature top_k top_p chat system_prompt chunk_tokens share_prefix"
     # of another class, other stops or frozen layers a recipe says nothing
     own = type(self) is TokenPolicy and {*self.stop} == self.own_stop
     whole = self.lora or all(p.requires_grad for p in self.model.parameters())
@@ -261,10 +250,9 @@ def settings(self: TokenPolicy) -> dict:
         "model": self.source if own and whole else None,
         "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
         "device": str(self.device) if self.device.index else self.device.type,
-        **{k: getattr(self, k) for k in names.split()},
+        **{k: getattr(self, k) for k in _SAMPLING},
         "lora": self.lora_options,
         "autocast": self.network.autocast,
-        "gradient_checkpointing": self.gradient_checkpointing,
         "shard": self.shard_told,
         "engine": self.engine and self.engine.settings(),
     }
