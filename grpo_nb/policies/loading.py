@@ -150,7 +150,7 @@ class PolicyConfig:
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # of the weights
     device: str = "auto"  # where it runs: cuda, mps or cpu, the first there is
     max_new_tokens: Count = 64  # longest completion
-    temperature: Positive = 1.0  # of sampling
+    temperature: Positive = 1.0  # of sampling; the likeliest tokens: sample(..., greedy=True)
     top_k: Natural = 0  # 0 = all tokens
     top_p: number_in(0, 1, above=True) = 1.0  # 1 = all tokens
     chat: bool | None = None  # chat template for string prompts; None: if there is one

@@ -51,6 +51,7 @@ class TokenPolicy:
         self,
         model: nn.Module,  # a transformers causal LM, also in a PeftModel
         tokenizer,  # its tokenizer
+        *,
         stop: int | str | list | None = None,  # further ends: ids, or texts of one token each
         engine: Any = None,  # a server that samples, or {"kind": "vllm", "url": ...}
         **kwargs,  # further fields of PolicyConfig
