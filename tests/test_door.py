@@ -276,6 +276,17 @@ def test_what_is_set_later_is_used_and_recorded_or_refused(key, tmp_path, policy
         GRPO.load(tmp_path / "run", policy=policy, tasks=ROWS, rewards={"len": length_target(9)})
 
 
+def test_what_is_set_on_the_parts_between_fits_is_in_the_record_and_in_the_checkpoint(tmp_path):
+    run = {"run.dir": str(tmp_path / "run"), "tasks.train": "data:tasks/easy_train.jsonl"}
+    trainer = GRPO.from_config(load_config(None, SMALL | run | {"tasks.eval": None})).fit(1)
+    trainer.policy.temperature, trainer.eval_tasks = 0.5, ROWS
+    trainer.fit(1).close()
+    changes = trainer.run.events().set_index("kind").changes.dropna()
+    assert changes["config_changed"] == {"policy.temperature": [1.0, 0.5]}
+    assert "parts.eval_tasks" in changes["environment_changed"]
+    assert GRPO.load(tmp_path / "run", eval_tasks=ROWS).policy.temperature == 0.5
+
+
 def test_a_file_that_holds_other_tasks_by_now_is_refused_unless_they_are_given(tmp_path):
     file = tmp_path / "own.jsonl"
     config = SMALL | {"run.dir": str(tmp_path / "run"), "tasks.train": str(file)}

@@ -57,7 +57,7 @@ def test_math_equivalence_in_its_worker():
         ("$1$", r"\frac{", -2),
     ]
     options = dict(on_timeout=-1.0, on_error=-2.0, timeout_s=4.0, **QUIET)
-    maths = math_equivalence(math_timeout_s=2)
+    maths = math_equivalence(math_timeout_s=1)
     with ThreadPoolExecutor() as pool, RewardRunner([maths], **options) as runner:
         job = batch([c for c, _, _ in cases], [{"answer": a} for _, a, _ in cases])
         scored = pool.submit(runner, job).result().rewards_NR[:, 0]
@@ -141,14 +141,14 @@ def test_answers_are_found_in_linear_time():
     start = time.process_time()
     pieces = r"<answer>|<think>|\boxed{|\boxed{2}|\left(\begin{array}|$|*|`|1 |1,|\(|\)|{|5 or |~|(|. |{{|$,|=1|answer |Is "
     for piece in pieces.split("|"):
-        text = piece * (200_000 // len(piece))
+        text = piece * (100_000 // len(piece))
         for extract in ("whole", "tags"):
             assert exact_answer(extract=extract)(completion=text, answer="1") == 0.0
         assert answer_tags()(completion=text) == 0.0
         assert _without_unit(text) == (text, "")
         _is_prose(_listed(text))
         assert math_equivalence()(completion=text, answer="x") == 0
-    assert time.process_time() - start < 8
+    assert time.process_time() - start < 4
 
 
 ATTACKS = """

@@ -461,29 +461,31 @@ def _differences(old: Mapping, new: Mapping) -> dict[str, list]:
 
 
 @patch
-def _note_changes(self: Run, config: dict) -> None:
-    "Say where the configuration is another one than that of the record."
-    old, new = flat_keys(self.config), flat_keys(config)
-    changed = _differences(old, new)
+def _note_changes(self: Run, config: dict, around: dict) -> None:
+    "Say where the configuration, or the parts and the machine, are others than those of the record."
     bare = lambda x: re.sub(r"(<passed: )[\w.]*\.", r"\1", str(x))  # without __main__ or a module
-    changed = {k: v for k, v in changed.items() if bare(v[0]) != bare(v[1])}
-    if old and new and changed and changed != self._changed:
-        self._changed = changed
-        self.event("config_changed", step=self._last, changes=changed)
-        self.warn("config", f"configuration differs from the run's in: {', '.join(changed)}")
+    for kind, told, is_now in (
+        ("config", self.config, config),
+        ("environment", self.environment, around),
+    ):
+        old, new = flat_keys(told), flat_keys(is_now)
+        changed = {k: v for k, v in _differences(old, new).items() if bare(v[0]) != bare(v[1])}
+        if old and new and changed and changed != self._changed.get(kind):
+            self._changed[kind] = changed
+            self.event(f"{kind}_changed", step=self._last, changes=changed)
+            if kind == "config":
+                self.warn(kind, f"configuration differs from the run's in: {', '.join(changed)}")
 
 
 @patch
 def _describe(self: Run, config: dict, name: str | None, parts: Any) -> None:
-    "Write configuration and environment where they are missing; say where the configuration is another one."
+    "Write configuration and environment where they are missing; say where they are others."
     if not self.config:
         _write_tree(self.dir / "config.yaml", config)
-    self._note_changes(config)
     now = hide_secrets(environment(config.get("seed")) | parts)
-    if not (before := self.environment):
+    if not self.environment:
         _write_tree(self.dir / "environment.json", now)
-    elif changes := _differences(flat_keys(before), flat_keys(now)):
-        self.event("environment_changed", step=self._last, changes=changes)
+    self._note_changes(config, now)
     named = {"name": name} if name else {}
     self.mark(**{"name": self.dir.name, "started": _now()} | self._status | named)
 

@@ -474,6 +474,9 @@ def _described(trainer: GRPO) -> dict[str, Any]:
         keys = {k: has[k] for k in keys if k in has}
         what = keys.get("model") or f"<{own['policy']}: {what}{more}>"
         tree["policy"] = keys | {"model": _portable(what)}
+    elif hasattr(trainer.policy, "settings"):  # what was set on it since it was made
+        has, sampling = trainer.policy.settings(), "max_new_tokens temperature top_k top_p"
+        tree["policy"] |= {k: has[k] for k in sampling.split() if k in has}
     if "tasks" in own:
         kept = {} if hasattr(given.get("tasks"), "read") else tasks  # a stream has its own order
         several = {k: v for k, v in {"tasksets": None, "shares": "size"}.items() if k in kept}
@@ -578,7 +581,8 @@ def open_run(self: GRPO):
 def _note_changes(self: _Session):
     "Note in the record what was set in the configuration, or on the objects, since it was made."
     tree = _described(self.trainer) | {"run": self.run.config.get("run")}
-    self.run._note_changes(hide_secrets(plain(tree)))
+    around = self.run.environment | {"parts": _part_facts(self.trainer)}
+    self.run._note_changes(*(hide_secrets(plain(x)) for x in (tree, around)))
 
 
 @patch
