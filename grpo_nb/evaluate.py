@@ -217,3 +217,14 @@ def _with_intervals(scores: Mapping[str, np.ndarray], parts: Mapping[str, list])
     for part, a, b in zip(parts, ends, ends[1:]) if len(parts) > 1 else ():
         found |= {f"{part}/{name}": interval(x_P[a:b]) for name, x_P in scores.items()}
     return found
+
+# %% ../nbs/method/03_evaluate.ipynb #ec561bff
+def _score_names(c: EvalConfig, components: Sequence[str], weights, tasks) -> list[str]:
+    "How a row of metrics calls the scores of an evaluation."
+    names = ["greedy"] * c.greedy + ["sampled"] * bool(c.samples)
+    if len(components) > 1:
+        names += [f"sampled/{k}" for k in components if c.samples]
+    if len(components) > 1 or list(weights) != [1]:
+        names += ["reward"]
+    parts = tasks if isinstance(tasks, Mapping) and len(tasks) > 1 else ()
+    return [f"eval_{k}" for k in (*names, *(f"{part}/{k}" for part in parts for k in names))]

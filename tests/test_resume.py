@@ -22,6 +22,7 @@ import pytest
 import torch
 from resumed import check_resume, differences
 
+from grpo_nb.evaluate import Scores
 from grpo_nb.files import RunLocked, read_jsonl
 from grpo_nb.lab import checkpoint, progress, record, session
 from grpo_nb.lab.checkpoint import _CHECKSUM, CheckpointError, _check_seal, checkpoints, latest
@@ -194,6 +195,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path):
     (before / "manifest.json").unlink()
     with pytest.raises(ValueError, match="No whole checkpoint"):
         load(before)
+
+
+def test_the_best_checkpoint_is_kept_though_no_other_was_due(tmp_path, monkeypatch):
+    scores = iter([0.1, 0.9, 0.3])
+    one = lambda *a: Scores({"sampled": (next(scores),) * 3}, 1, 1)
+    monkeypatch.setattr(GRPO, "evaluate", one)
+    best = "eval.every=1", "checkpoint.keep_best=1", "checkpoint.keep_last=1"
+    kept = checkpoints(make(tmp_path / "a", *best).fit(3).run.dir / "checkpoints")
+    assert [p.name[-1] for p in kept] == ["3", "2"]
+    with pytest.warns(UserWarning, match="best names none of .*eval_greedy"):
+        make(tmp_path / "b", *best, "checkpoint.best=eval_sampled/thirds")  # the only reward
 
 
 @pytest.mark.parametrize("fault", ["full disk", "no folder", "removal", "rows"])

@@ -30,6 +30,7 @@ from ..config import _check_options, _fields, _fit_options
 from ..ahead import _check_ahead
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
+from ..evaluate import _score_names
 from ..files import hide_secrets, leaves, _path, plain, _refuse_hidden, writable
 from .checkpoint import MANIFEST, _check_seal, latest, read_state, versions
 from .checkpoint import _warn_of_versions
@@ -140,6 +141,14 @@ def load_config(
 _RESOLVER = re.compile(r"(?<!\\)(\\\\)*\$\{[^}]*(\$\{.*)?:", re.DOTALL)
 
 
+def _text_keys(tree: Any) -> Any:
+    "The tree with `on` and `off` where YAML has read these keys as true and false."
+    if isinstance(tree, list):
+        return [_text_keys(x) for x in tree]
+    name = lambda k: {True: "on", False: "off"}[k] if isinstance(k, bool) else k
+    return {name(k): _text_keys(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+
+
 def _read_recipe(recipe: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     "The plain tree of a recipe with its overrides."
     for o in overrides:
@@ -163,7 +172,7 @@ def _read_recipe(recipe: str | Path | None, overrides: Sequence[str] = ()) -> di
                     "command line."
                 )
         tree = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))
-        return OmegaConf.to_container(tree, resolve=True) or {}
+        return _text_keys(OmegaConf.to_container(tree, resolve=True) or {})
     except FileNotFoundError:
         raise ValueError(
             f"No recipe at {recipe}. Shipped ones begin with data:, such as data:recipes/quickstart.yaml."
@@ -202,7 +211,7 @@ def open_rewards(config: RewardsConfig | Mapping) -> dict[str, Callable]:
             continue
         options = dict(options or {})
         kind = options.pop("reward", name)
-        make = REWARDS[kind]
+        make = REWARDS.resolve(kind)[1]
         known = inspect.signature(make).parameters
         itself = known.keys() & {"completion", "completions"}  # a reward, not a maker of one
         with _at_key(f"rewards.functions.{name}"):
@@ -415,8 +424,8 @@ def _idle_rules(trainer: GRPO, now: Mapping, given: Sequence[str]) -> list[tuple
     alone = not trainer.rewards.pooled
     judged, best = bool(trainer.eval_tasks), _at(now, "checkpoint.keep_best") and c.eval.every
     groups, u, stop, way = c.filter_groups, c.update, c.update.kl_stop, c.update.loss.aggregation
-    scores = ["greedy"] * c.eval.greedy + ["sampled"] * bool(c.eval.samples) + ["reward"]
-    lost = best and not {*scores} & {*_at(now, "checkpoint.best").removeprefix("eval_").split("/")}
+    scores = _score_names(c.eval, trainer.rewards.components, trainer.weights, trainer.eval_tasks)
+    lost = best and _at(now, "checkpoint.best") not in scores
     size = c.train_batch_size * c.num_generations
     made, n = _at(now, "application"), getattr(trainer.stream, "max_steps", None) or c.steps
     once, capped = groups.action != "refill", groups.max_num_gen_batches > 0 or groups.adaptive_cap

@@ -303,7 +303,7 @@ def _draw_runs(ax, runs, name: str, color: str):
         ax.plot(x, y, color=color, **({"lw": 0.5, "alpha": 0.35} if dense else points))
         ax.plot(x[-1:], y[-1:], ".", color=color, ms=4)
     at, y = _common_curve(runs)
-    bands = np.array([t_interval(v) for v in y.T])
+    bands = np.array([t_interval(v) for v in y.T]).reshape(-1, 3)  # none where no run meets another
     ax.plot(at, bands[:, 0], color=color, label=_label_of(f"{name} ({len(runs)} seeds)"))
     if len(runs) > 1:
         ax.fill_between(at, bands[:, 1], bands[:, 2], color=color, alpha=0.15, lw=0)

@@ -492,7 +492,7 @@ def _check_tasks(self: Spec) -> None:
             found = _open_eval_tasks(base.tasks.eval or None, base)
         except (ValueError, OSError) as e:
             raise ValueError(f"{name} cannot be read: {e}") from None
-        if found is None and self.evaluate is None:
+        if found is None and self.evaluate is None and base.application is None:  # it has its own
             raise ValueError(
                 "The base has no held-out tasks: set tasks.eval, or pass evaluate=f(trainer) -> {name: score}."
             )

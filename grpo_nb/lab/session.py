@@ -66,7 +66,7 @@ class CheckpointConfig:
     seconds: NonNegative | None = 600.0  # and after so many, also while a batch is collected
     at_end: bool = True  # when `fit` ends or is interrupted
     keep_last: Count = 2  # newest ones kept
-    keep_best: Natural = 0  # best ones kept besides
+    keep_best: Natural = 0  # best ones kept besides; above 0 each evaluation is followed by one
     best: str = "eval_sampled"  # metric that says which is best
     # one cannot be written: fail when `fit` ends, or now
     on_error: Literal["warn", "raise"] = "warn"
@@ -696,7 +696,9 @@ def _save_due(self: _Session, end: bool) -> bool:
     if self.run is None:
         return False
     late = c.seconds is not None and time.monotonic() - self.saved_at >= c.seconds
-    due = c.every and step and step % c.every == 0 and not self._between_batches
+    row = (self.trainer.history or [{}])[-1]
+    scored = c.keep_best and c.best in row and c.best.startswith("eval_")  # it would be lost
+    due = (scored or c.every and step % c.every == 0) and step and not self._between_batches
     new = self._between_batches or step != self.saved_step
     return bool(new and (late or due or end and (c.at_end or self.unsaved)))
 
