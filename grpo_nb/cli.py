@@ -318,7 +318,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     free = vars(a).get("overrides")
     if odd := [w for w in rest if free is None or w.startswith("-")]:
         how = "" if free is None else ": keys are set without dashes, as in steps=100"
-        raise ValueError(f"Unknown argument {odd[0]!r}{how} (help: grpo-nb {a.command} --help).")
+        raise ValueError(
+            f"Unknown argument {odd[0]!r}{how} (help: grpo-nb {a.command or ''} --help)."
+        )
     names = [k for k in ("recipe", "checkpoint", "tasks") if k in a]
     words = [w for k in names if (w := getattr(a, k))] + [*(free or ()), *rest]
     keys = [w for w in words if "=" in w and not os.path.exists(w)]  # a file may be called K=1

@@ -218,16 +218,20 @@ class Registry(dict):
 
     register_module = register
 
-    def __missing__(self, name):
+    def __missing__(self, name, other=""):
         said = unknown_name(self.kind, name, self)
         if "Did you mean" not in said:
-            said += " Register your own first (for a command in mine.py: python mine.py train), or give the function itself."
+            said += (
+                f" Register your own first (for a command in mine.py: python mine.py train){other}."
+            )
         raise ValueError(said)
 
     def resolve(self, given: str | Callable) -> tuple[str, Any]:
         "Name and component, of a registered name or of a function itself."
         if callable(given):
             return getattr(given, "__name__", type(given).__name__), given
+        if given not in self:
+            self.__missing__(given, ", or give the function itself")
         return given, self[given]
 
 

@@ -27,7 +27,7 @@ def _pool_feedback(num_tasks: int, indices, values, counts=1.0) -> tuple[np.ndar
     if bad.any():
         raise ValueError(
             f"Pass rates must lie in [0, 1], got {value[bad][0]:.6g} for task {index[bad][0]}. Feed back the "
-            "component that says solved or not, or rescale the reward."
+            "reward that says solved or not (of a run, eval.passed), or give one in [0, 1]."
         )
     known = ~np.isnan(value)
     count = np.broadcast_to(np.asarray(counts, np.float64), value.shape)[known]

@@ -169,7 +169,7 @@ def _read_signature(function: Callable, name: str, form: str | None) -> dict[str
     if form is None and one == batch:
         raise ValueError(
             f"Reward {name!r} takes ({', '.join(sorted(words))}): name one parameter `completions` (a batch) or "
-            "`completion` (one sample), or declare it with @reward_function(form=...). A factory of rewards has to be "
+            "`completion` (one sample); if it reads neither, say which it is, @reward_function(form=...). A factory of rewards has to be "
             "called first, verl's compute_score wrapped by integrations.verl.as_reward."
         )
     form = form or ("batch" if batch else "single")

@@ -573,7 +573,7 @@ def _check_setup(self: GRPO):
     zeros = {
         "All reward weights or scales are 0": not any(scaled),
         "optimizer.lr is 0": not c.optimizer.lr,
-        "num_generations=1: without siblings all advantages are 0": c.num_generations < 2,
+        "num_generations=1: no siblings": c.num_generations < 2 and c.advantage.singleton == "zero",
     }
     for why in (k for k, there in zeros.items() if there):
         warnings.warn(f"{why}, so nothing is learned of rewards.", stacklevel=3)

@@ -15,6 +15,7 @@ import re
 import threading
 import time
 import unicodedata
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from decimal import Decimal
@@ -67,8 +68,8 @@ def _said(text: str, asked: str = "") -> str:
 def _filled(who: str, **options: str) -> None:
     "Refuse an option that is no text."
     for name, value in options.items():
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"{who}: {name} must be non-empty text, got {_shown(value)}.")
+        if not isinstance(value, str) or not value or name == "tag" and {*value} & {*"<>"}:
+            raise ValueError(f"{who}: {name} must be non-empty text, no <>, got {_shown(value)}.")
 
 # %% ../nbs/method/02_verifiers.ipynb #39e44e02
 class _AnswerFinder:
@@ -76,6 +77,8 @@ class _AnswerFinder:
 
     def __init__(self, extract: str | Callable, tag: str, marker: str):
         _filled("The way to extract an answer", tag=tag, marker=marker)
+        if extract == "whole" and (tag, marker) != ("answer", "####"):
+            warnings.warn(f"extract='whole' reads neither {tag=} nor {marker=}.", stacklevel=4)
         ways = {
             "whole": lambda text: _said(text).strip(),
             "tags": lambda text: _between_tags(_said(text, tag), tag),
@@ -264,14 +267,13 @@ def _number_texts(value: Any) -> list[str]:
 
 # %% ../nbs/method/02_verifiers.ipynb #a46ee18d
 def _accepted_answers(wanted: Any, column: str, finder: _AnswerFinder) -> list[str]:
-    "The answers (one, or a list, set or array) of a task's column, bare; missing ones (None, NaN) are left out."
+    "The answers (one, or a list, set or array) of a task's column, bare, and that of a solution as in GSM8K under any rule; missing ones (None, NaN) are left out."
     wanted = wanted.tolist() if hasattr(wanted, "tolist") else wanted
     many = wanted if isinstance(wanted, (list, tuple, set, frozenset)) else [wanted]
     out = []
     for x in (x for x in map(_plain, many) if x is not None):
         if not isinstance(x, (str, Real, Decimal)) and not hasattr(x, "isoformat"):  # a date
             raise ValueError(f"Column {column!r} must hold texts or numbers, got {_shown(x)}.")
-        # a solution as in GSM8K, whatever the rule
         marked = re.findall(r"(?:^|\n)#### *(\S[^\n]*)\s*$", x) if isinstance(x, str) else ()
         texts = [x, *marked] if isinstance(x, str) else _number_texts(x)
         out += [_bare(finder.reference(t), trusted=True) for t in texts]
@@ -590,8 +592,7 @@ def math_equivalence(
             return any(_equal_math(*pair, left()) for pair in pairs)
         return False
 
-    warm_up = partial(_equal_math, "(x-1)(x+1)", "x^2-1/3", 60)  # the first one takes seconds
-    how = dict(own_process=True, warm_up=warm_up)
+    how = dict(own_process=True, warm_up=partial(_equal_math, "(x-1)(x+1)", "x^2-1/3", 60))
     return _comparing("math_equivalence", column, _AnswerFinder(extract, tag, marker), same, **how)
 
 # %% ../nbs/method/02_verifiers.ipynb #e1c53be7
@@ -601,8 +602,8 @@ def answer_tags(
     strict: bool = True,  # nothing but white space may stand outside
 ) -> Callable:
     "1 if every tag is opened and closed exactly once, in order."
-    if not _names("answer_tags: tags", tags):
-        raise ValueError("answer_tags: tags must name at least one tag.")
+    if not (names := _names("answer_tags: tags", tags)) or "<" in "".join(names):
+        raise ValueError("answer_tags: tags must name at least one tag, without its brackets.")
 
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     gap = r"\s*" if strict else ".*"  # outside of the tags
@@ -773,8 +774,7 @@ def reasoning_gym_score(
         metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
         return metadata, _gym_scorer(metadata.get("source_dataset"))
 
-    warm_up = partial(import_module, "reasoning_gym")  # it takes seconds
-    how = dict(own_process=True, warm_up=warm_up, check=scorer)
+    how = dict(own_process=True, warm_up=partial(import_module, "reasoning_gym"), check=scorer)
 
     @reward_function(name="reasoning_gym_score", needs=["answer"], **how)
     def reward(prompt, completion, metadata, **columns):
