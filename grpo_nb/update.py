@@ -489,9 +489,7 @@ def _check(c, policy, rollout, advantages, optimizer, reference, generator):
         )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p) in held for p in policy.parameters()):
-        raise ValueError(
-            "The optimizer holds no weight of the policy, so nothing would be trained: make it over policy.parameters()."
-        )
+        raise ValueError("The optimizer holds no weight of the policy: use policy.parameters().")
 
 # %% ../nbs/method/02_update.ipynb #c67dee92
 def _check_offers(c, policy, columns):
