@@ -74,11 +74,11 @@ def lint():
 
 def notebooks():
     quiet = subprocess.DEVNULL if os.environ.get("QUIET") else None
-    run("nice", sys.executable, ".ci/test_notebooks.py", stdout=quiet)
+    run(sys.executable, ".ci/test_notebooks.py", stdout=quiet)
 
 
 def docs():
-    run("nice", sys.executable, ".ci/build_docs.py")
+    run(sys.executable, ".ci/build_docs.py")
 
 
 def tests(beside):
@@ -118,7 +118,7 @@ def main():
     ap.add_argument("--only", default=",".join([*STEPS, "tests"]), help="steps, in order")
     names = ap.parse_args().only.split(",")
     short = [n for n in names if n not in ("notebooks", "tests")]
-    # side by side: the tests, which often wait for processes and deadlines, and what computes, as long as they do
+    # side by side: what takes one core, the notebooks, and the tests, which often wait for processes and deadlines
     with ThreadPoolExecutor(3) as pool:
         beside = [pool.submit(carry_out, short)]
         beside.append(pool.submit(carry_out, [n for n in names if n == "notebooks"]))

@@ -20,9 +20,11 @@ from fastcore.basics import patch
 from .advantages import AdvantageConfig, _as_trained, weights_by_name
 from .config import build_config, check_number
 from .core import Groups, Rollout, concat, group_stats
+from .files import unpack
 from .filter_groups import FilterGroupsConfig, GroupDecision, _adaptive_cap, decide
 from .filter_groups import expected_gen_batches, _next_batch_size, varies
 from .filter_groups import _weighted_components
+from .tasks import Task
 
 # %% ../nbs/method/02_collector.ipynb #6d0d476e
 def _split_groups(rollout: Rollout, num_groups: int) -> tuple[Rollout, Rollout]:
@@ -483,9 +485,14 @@ def state_dict(self: GroupCollector) -> dict:  # numbers, tensors and tasks
 @patch
 def load_state_dict(self: GroupCollector, state: Mapping):
     "Continue exactly where the state was taken."
+    state = copy.deepcopy(state)
+    if "json" in state:  # of a checkpoint made before November 2026
+        told, tensors = state["json"], state["tensors"]
+        read = lambda rollout: {k: unpack(v, tensors, Task) for k, v in rollout.items()}
+        state = told | {name: list(map(read, told[name])) for name in _ROLLOUTS}
+        state |= {"format": 3, "reasons": told["tally"].pop("reasons")}
     if state.get("format") != 3:
         raise ValueError("The collector's state has another format, of another version.")
-    state = copy.deepcopy(state)
     self.tally, self.reasons = Counter(state["tally"]), Counter(state["reasons"])
     for name in _PLAIN:
         setattr(self, name, state[name])

@@ -248,8 +248,21 @@ def test_a_batch_waits_for_its_rewards_also_in_a_checkpoint():
     assert again.rollout.tasks == whole.rollout.tasks
     assert torch.equal(again.rollout.old_logp_NS, whole.rollout.old_logp_NS)
     assert json.dumps(again.metrics) == json.dumps(whole.metrics)
+
+
+def test_a_state_with_packed_rollouts_as_checkpoints_had_it_is_read():
+    source, c = Source(seed=4), GroupCollector(FilterGroupsConfig(surplus="carry", **QUIET), 8)
+    c.collect(source, lambda r: r)
+    state, tensors = c.state_dict(), {}
+    old = state | {"format": 2, "tally": dict(state["tally"]) | {"reasons": state["reasons"]}}
+    for name in ("held", "carried", "unrewarded"):
+        each = [(f"{name}.{i}", r) for i, r in enumerate(state[name])]
+        old[name] = [{k: pack(v, f"{i}.{k}", tensors) for k, v in r.items()} for i, r in each]
+    d = GroupCollector(c.config, 8)
+    d.load_state_dict({"json": old, "tensors": tensors})
+    assert tensors and repr(d.state_dict()) == repr(state)
     with pytest.raises(ValueError, match="another format"):
-        d.load_state_dict({"json": {}, "tensors": {}})  # of format 2
+        d.load_state_dict({})
 
 
 def test_state_is_a_snapshot():
