@@ -142,11 +142,15 @@ _RESOLVER = re.compile(r"(?<!\\)(\\\\)*\$\{[^}]*(\$\{.*)?:", re.DOTALL)
 
 
 def _text_keys(tree: Any) -> Any:
-    "The tree with `on` and `off` where YAML has read these keys as true and false."
+    "The tree with `on` of a gate, a key that YAML has read as true; other such keys are refused."
     if isinstance(tree, list):
         return [_text_keys(x) for x in tree]
-    name = lambda k: {True: "on", False: "off"}[k] if isinstance(k, bool) else k
-    return {name(k): _text_keys(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+    if not isinstance(tree, dict):
+        return tree
+    named = {"on" if k is True and "component" in tree else k: v for k, v in tree.items()}
+    if odd := {k for k in named if isinstance(k, bool)}:
+        raise ValueError(f"YAML reads a key (yes, no, on, off) as {odd.pop()}: put it in quotes.")
+    return {k: _text_keys(v) for k, v in named.items()}
 
 
 def _read_recipe(recipe: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -250,7 +254,7 @@ def open_stream(config: GRPOConfig):  # a stream
 def _complete_entry(entry: Mapping, config: GRPOConfig) -> dict:
     "A taskset entry with its name and its selector, which draws from the seed of the run unless it has its own."
     if not isinstance(entry, Mapping) or not isinstance(entry.get("path"), (str, Path)):
-        raise ValueError(f"An entry of tasks.tasksets needs a path, got {entry!r}.")
+        raise ValueError(f"An entry of tasks.tasksets is {{path: ...}}, got {entry!r}.")
     entry = {"name": Path(entry["path"]).stem} | dict(entry)
     entry.setdefault("prompt", config.tasks.prompt)
     order = "shuffle" if config.tasks.shuffle else "sequential"
