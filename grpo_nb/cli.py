@@ -343,6 +343,8 @@ def _run_command(a: argparse.Namespace) -> int:
     elif a.command == "eval":
         held_out = [] if a.tasks is None else [f"tasks.eval={a.tasks}"]
         trainer = GRPO.load(a.checkpoint or "", [*a.overrides, *held_out])
+        if held_out and (made := trainer.config.application):
+            raise ValueError(f"{made} has held-out tasks of its own: leave {a.tasks} out.")
         with contextlib.closing(trainer.rewards):
             say(_score_table({f"step {trainer.step_done}": trainer.evaluate()}))
     elif a.command == "what-if":
