@@ -200,6 +200,9 @@ class Lab:
         page.goto(f"{address}/lab/tree/{name}?reset")
         page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=120_000)
         page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=120_000)
+        asked = page.locator(".jp-Dialog .jp-mod-accept")  # which kernel, on a server's first start
+        if asked.count():
+            asked.click()
 
     def cell(self, i: int):
         "The i-th code cell."
