@@ -475,8 +475,9 @@ def _described(trainer: GRPO) -> dict[str, Any]:
         what = keys.get("model") or f"<{own['policy']}: {what}{more}>"
         tree["policy"] = keys | {"model": _portable(what)}
     elif hasattr(trainer.policy, "settings"):  # what was set on it since it was made
-        has, sampling = trainer.policy.settings(), "max_new_tokens temperature top_k top_p"
-        tree["policy"] |= {k: has[k] for k in sampling.split() if k in has}
+        has = trainer.policy.settings()
+        sampling = "max_new_tokens temperature top_k top_p system_prompt".split()
+        tree["policy"] |= {k: has[k] for k in sampling if k in has}
     if "tasks" in own:
         kept = {} if hasattr(given.get("tasks"), "read") else tasks  # a stream has its own order
         several = {k: v for k, v in {"tasksets": None, "shares": "size"}.items() if k in kept}
