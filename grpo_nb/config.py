@@ -399,11 +399,8 @@ def override(
 
     tree, given = config_tree(config), given_keys(config) if given is None else given
     if isinstance(overrides, Mapping):
-        keys = _leaf_keys(overrides)
-        if twice := {k for k in keys if keys.count(k) > 1}:
-            raise ValueError(f"{', '.join(sorted(twice))} is given twice: leave one out.")
-        for path, value in _settings(config, overrides):
-            tree = _with_key(tree, path, value)
+        for key, value in _settings(config, overrides).items():
+            tree = _with_key(tree, key.split("."), value)
     else:
         overrides = OmegaConf.from_dotlist(list(overrides))
         tree = OmegaConf.to_container(OmegaConf.merge(tree, overrides))
@@ -413,15 +410,18 @@ def override(
     return changed
 
 # %% ../nbs/ground/00_config.ipynb #63f1bdc5
-def _settings(config: Any, values: Mapping, above: Sequence[str] = ()) -> Iterator[tuple]:
-    "Path and value of what is set: a section given as a mapping keeps its other keys."
+def _settings(config: Any, values: Mapping) -> dict[str, Any]:
+    "What is set, by dotted key: a section given as a mapping keeps its other keys."
+    keys, found = _leaf_keys(values), {}
+    if twice := {k for k in keys if keys.count(k) > 1}:
+        raise ValueError(f"{', '.join(sorted(twice))} is given twice: leave one out.")
     for key, value in values.items():
-        path = [*above, *str(key).split(".")]
+        path = str(key).split(".")
         section = functools.reduce(lambda part, name: getattr(part, name, None), path, config)
-        if isinstance(value, Mapping) and dataclasses.is_dataclass(section):
-            yield from _settings(config, value, path)
-        else:
-            yield path, value
+        inner = isinstance(value, Mapping) and dataclasses.is_dataclass(section)
+        inner = _settings(section, value) if inner else {"": value}
+        found |= {f"{key}.{k}".rstrip("."): v for k, v in inner.items()}
+    return found
 
 
 def _with_key(tree: Any, path: Sequence[str], value: Any) -> Any:

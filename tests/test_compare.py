@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 
 import forked
 import numpy as np
+import pandas as pd
 import psutil
 import pytest
 from forked import wait_for
@@ -169,7 +170,8 @@ def test_another_text_of_a_function_trains_again_and_only_warns_where_nothing_ma
     default = lambda held: lambda config, batch=held: by_lr(config, batch)
     read = lambda held: HELD.update(n=held) or (lambda c: [by_lr(c, HELD["n"]) for _ in "1"][0])
     method, far = lambda held: Holder(held).make, lambda held: Holder([0] * 500 + [held])
-    for hold in (partial(partial, by_lr), closed, default, read, Holder, method, far):
+    table = lambda held: closed(pd.Series([0] * 99 + [held] + [0] * 99))  # it prints ten
+    for hold in (partial(partial, by_lr), closed, default, read, Holder, method, far, table):
         assert key(hold(32)) == key(hold(32)) != key(hold(64))
 
 
@@ -291,9 +293,9 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
         assert not (tmp_path / "none").exists()
 
     refused("no variants", {})
-    refused("one of them twice", {"a": {}}, tune={"optimizer.lr": [1e-4, 1e-3, 1e-4]})
     grid = {"optimizer.lr": [1e-4]}
-    refused("optimizer.lrr", {"a": {}}, tune={"optimizer.lrr": [1e-4]})
+    refused("sets 'tasks.eval', which is the same", {"a": {"tasks": {"eval": "other.jsonl"}}})
+    refused("tune has the section 'optimizer'", {"a": {}}, tune={"optimizer": [{"lr": 1e-4}]})
     refused("tune sets 'steps'", {"a": {}}, tune={"steps": [3, 4]})
     for wrong in (["a"], "a", 3, None, {"a": fake}, {1: {}}, {"a": {3: 1}}):
         refused("variants.* must be", wrong)
@@ -537,6 +539,10 @@ def test_a_variant_about_rewards_is_judged_by_the_base(tmp_path):
     assert a == b  # nothing was learned, and the second reward does not count
     rewards = [r["curve"]["reward"][1] for r in study.runs]
     assert rewards[1] > rewards[0]
+    own = {"evaluate": lambda trainer: {"eval_x": sum(trainer.evaluate().metrics().values())}}
+    own |= {"metric": "eval_x", "dir": tmp_path / "own", "seeds": [0], "budget": Steps(1)}
+    frame = compare(arms, BASE, **own).frame()  # judged as a variant asks, before and after
+    assert frame["eval_x"].tolist() == frame["start_eval_x"].tolist()
 
 
 def test_a_run_that_was_cut_goes_on_from_its_checkpoint(tmp_path, monkeypatch):

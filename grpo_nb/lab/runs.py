@@ -8,6 +8,8 @@ __all__ = ['REWARD_KEYS', 'FailedRun', 'registered', 'Job', 'run_job', 'finished
 # %% ../../nbs/lab/06_runs.ipynb #ebed315d
 import ast
 import contextlib
+import copyreg
+import dis
 import functools
 import glob
 import hashlib
@@ -39,7 +41,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..config import Count, configuration, override
+from ..config import Count, configuration, override, _settings
 from ..core import Registry
 from ..files import RunLocked, finite, hide_secrets, leaves, plain
 from ..files import secret_texts, sha256, write_atomic
@@ -288,13 +290,13 @@ def _start_scores(job: Job, evaluate: Callable[[], dict]) -> dict:
     "Scores before training: evaluated once for all variants that share seed, policy and judge."
     if not job.dir:
         return evaluate()
-    overrides = plain(job.overrides)
-    policy = {k: v for k, v in overrides.items() if k.startswith(("policy", "make."))}
+    mine = r"policy|make\." + f"|{REWARD_KEYS.pattern}" * bool(job.spec.evaluate)
+    mine = {k: v for k, v in plain(job.overrides).items() if re.match(mine, k)}
     base = _base_changes(job.base)  # tuning may have other held-out tasks
-    own = f"{job.variant}: "  # functions of a variant that are no part of the policy
-    used = lambda k: not k.startswith(own) or k.removeprefix(own) in policy
+    own = f"{job.variant}: "  # functions of a variant that nothing reads before training
+    used = lambda k: not k.startswith(own) or k.removeprefix(own).startswith((*mine,))
     sources = {k: v for k, v in job.sources.items() if used(k)}
-    file = Path(job.spec.dir, f"start-{_digest([base, policy, job.seed, sources])}.json")
+    file = Path(job.spec.dir, f"start-{_digest([base, mine, job.seed, sources])}.json")
     if scores := _read_tree(file):
         return scores
     scores = evaluate()
@@ -433,6 +435,7 @@ class Spec:
         if not self.variants:
             raise ValueError("There are no variants to compare.")
         self.base, self.seeds = _open_base(self.base), _seed_list("seeds", self.seeds)
+        self.variants = {k: _settings(self.base, keys) for k, keys in self.variants.items()}
         for name in ("budget", "eval_every", "tune_budget"):
             setattr(self, name, _to_budget(getattr(self, name), name))
         if self.budget is None:
@@ -469,6 +472,8 @@ def _check_tuning(self: Spec) -> None:
     for key, values in self.tune.items():
         if not values or any(v in values[:i] for i, v in enumerate(values)):
             raise ValueError(f"tune[{key!r}] has no values, or one of them twice: {values}.")
+        if any([*_settings(self.base, {key: v})] != [key] for v in values):
+            raise ValueError(f"tune has the section {key!r}: tune its keys, '{key}.name'.")
     for key in () if self.tune else ("tune_seeds", "tune_tasks", "tune_budget"):
         if (value := getattr(self, key)) and value != getattr(Spec, key):
             raise ValueError(f"{key} has no effect without tune, the values to try.")
@@ -560,13 +565,29 @@ def _held_by(x: Any) -> dict[str, Any]:
     if not inspect.isfunction(x):
         slots = {k: getattr(x, k, None) for k in getattr(x, "__slots__", ())}
         return {"class": type(x)} | slots | getattr(x, "__dict__", {})
-    names = {name for c in _codes(x.__code__) for name in c.co_names}
+    read = [i for c in _codes(x.__code__) for i in dis.get_instructions(c)]
+    names = {i.argval for i in read if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     free = zip(x.__code__.co_freevars, x.__closure__ or ())
     held = {k: c.cell_contents for k, c in free if c != types.CellType()}  # an empty one
     held |= {k: v for k, v in x.__globals__.items() if k in names}
     return held | {"defaults": (x.__defaults__, x.__kwdefaults__)}
 
 # %% ../../nbs/lab/06_runs.ipynb #78747724
+def _made_of(x: Any) -> str | list:
+    "The name of what another module defines, and the parts of its objects, as they travel to a worker."
+    if isinstance(x, Path) or hasattr(x, "__name__"):
+        return x.name if isinstance(x, Path) else x.__name__
+    shown = re.sub(" at 0x[0-9a-fA-F]+", "", repr(x))  # another in every process
+    with contextlib.suppress(Exception):  # it does not travel
+        if hasattr(x, "state_dict"):
+            return [shown, x.state_dict()]
+        pickled = copyreg.dispatch_table.get(type(x))
+        parts = pickled(x) if pickled else x.__reduce_ex__(4)
+        if not isinstance(parts, str):
+            return [*parts[:3], *map(list, filter(None, parts[3:5]))]
+    return shown
+
+
 def _module_of(x: Any) -> str | None:
     return getattr(x.func if isinstance(x, functools.partial) else x, "__module__", None)
 
@@ -576,19 +597,19 @@ def _whole_source(x: Any, home: str | None = None, seen: dict | None = None) -> 
     if x is None or type(x) in (str, int, float, bool, bytes):
         return repr(x)
     home, seen = home or _module_of(x), {} if seen is None else seen
-    if isinstance(x, (Tensor, np.ndarray)):
-        return f"{x.dtype} {_digest(str(x.tolist()))}"
-    several = isinstance(x, (Mapping, list, tuple, set, frozenset))
-    if not several and _module_of(x) != home:
-        shown = x.name if isinstance(x, Path) else getattr(x, "__name__", None) or repr(x)
-        return re.sub(" at 0x[0-9a-fA-F]+", "", str(shown))  # another in every process
+    if isinstance(x, Tensor):
+        held = x.detach().cpu().flatten().view(torch.uint8).numpy()
+        return f"{x.dtype} {[*x.shape]} {hashlib.sha256(held).hexdigest()}"
     if id(x) in seen:
         return ""
     seen[id(x)] = x  # which keeps it, and so its id
     each = functools.partial(_whole_source, home=home, seen=seen)
+    several = isinstance(x, (Mapping, list, tuple, set, frozenset))
+    if not several and _module_of(x) != home:
+        return each(_made_of(x))
     if several and not isinstance(x, Mapping):
         found = map(each, x)
-        return str(sorted(found) if isinstance(x, (set, frozenset)) else [*found])
+        return f"[{', '.join(sorted(found) if isinstance(x, (set, frozenset)) else found)}]"
     parts = x if several else dict(sorted(_held_by(x).items()))
     return _source(x) + "".join(f"\n{k} = {each(v)}" for k, v in parts.items())
 

@@ -209,8 +209,9 @@ def _untrained(trainer: GRPO) -> str:
     "Why no step has moved the weights, or nothing if one has."
     if any((row.get("grad_norm") or 0) > 0 for row in trainer.history):
         return ""
-    ended = isinstance(trainer.stop, str) and trainer.stop
-    return ended or "in every step all groups were filtered, or had equal rewards"
+    if isinstance(trainer.stop, str) and not trainer.history:
+        return trainer.stop
+    return "in every step all groups were filtered, or had equal rewards"
 
 
 @patch
