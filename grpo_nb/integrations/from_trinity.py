@@ -110,7 +110,8 @@ def _trinity_loss(s: Settings) -> dict[str, Any]:
         one_of("algorithm_type", kind, _TRINITY_LOSSES)
     ]
     at = "algorithm.policy_loss_fn_args"
-    low = s.take(f"{at}.clip_range", "update.loss.clip.low", low)
+    both = s.take(f"{at}.clip_range", "update.loss.clip")
+    low, high = (low, high) if both is None else (both, both)
     clip = {
         "low": s.take(f"{at}.clip_range_low", "update.loss.clip.low", low),
         "high": s.take(f"{at}.clip_range_high", "update.loss.clip.high", high),

@@ -170,6 +170,8 @@ def _trl_loss(s: Settings) -> dict[str, Any]:
     }
     if loss == "cispo":
         bounds = {"update.loss.ratio_max": high}
+        if high is None:
+            s.left["epsilon_high"] = f"not set: TRL caps the ratio at epsilon={low:g}, ours at 5"
     if loss in ("sapo", "vespo"):
         signs = {"sapo_temperature_pos": "tau_pos", "sapo_temperature_neg": "tau_neg"}
         found = {v: s.take(k, "update.loss.options") for k, v in signs.items() if loss == "sapo"}
