@@ -1,1 +1,2 @@
+__all__ = ()  # a star would take `grpo_nb.all` for the function
 __version__ = "0.1.0"

@@ -66,7 +66,6 @@ class GroupCollector:
             )
         self.config = config = build_config(FilterGroupsConfig, config)
         self.train_batch_size = check_number("train_batch_size", train_batch_size, 1, whole=True)
-        self.full_size = config.gen_batch_size or train_batch_size
         self.advantage = build_config(AdvantageConfig, advantage)
         self.status = "closed"  # "closed", "open", "full" or "cap"
         self.held: list[Rollout] = []  # kept groups of this step
@@ -164,6 +163,11 @@ def _settle(self: GroupCollector):
     self.status = "full" if full else "cap" if t["batches"] >= limit else "open"
 
 # %% ../nbs/method/02_collector.ipynb #38142b20
+@patch(as_prop=True)
+def full_size(self: GroupCollector) -> int:
+    return self.config.gen_batch_size or self.train_batch_size
+
+
 @patch(as_prop=True)
 def needed(self: GroupCollector) -> int:
     "Prompts to generate next; 0 when no batch is due."

@@ -125,7 +125,10 @@ def _fill_batch(self: GRPO) -> Rollout | None:
             self.notify("on_batch_start")
         return collector.status == "open" and not self._agree()
 
-    found = self.collector.collect(self.sample, self.reward, self.policy_version, on_batch)
+    c, fills = self.config, self.collector  # whose keys may have been set since
+    fills.config, fills.advantage = c.filter_groups, c.advantage
+    fills.train_batch_size = c.train_batch_size
+    found = fills.collect(self.sample, self.reward, self.policy_version, on_batch)
     if found.outcome == "paused":
         raise Paused
     self.batch_rows["filter"] = found.metrics
@@ -746,9 +749,11 @@ def load_state_dict(self: GRPO, state: Mapping[str, Any]):
     for name in ("rewards", "stream", "policy", "optimizer", "reference", "collector"):
         if name in state and name in parts:
             parts[name].load_state_dict(_as_held(parts[name], state[name]))
-    o = self.config.optimizer  # the configuration may have been changed since
+    o, was = self.config.optimizer, state["trainer"].get("config", {}).get("optimizer", {})
     for group in self.optimizer.param_groups:
-        group |= {"betas": tuple(o.betas), "weight_decay": o.weight_decay}
+        for k in ("betas", "weight_decay"):  # the configuration may have been changed since
+            if k in group and np.array_equal(group[k], was.get(k, group[k])):
+                group[k] = getattr(o, k)
         self.rate = group["lr"]
     for i, told in state.get("callbacks", {}).items():
         if int(i) < len(self.callbacks) and hasattr(self.callbacks[int(i)], "load_state_dict"):

@@ -362,13 +362,10 @@ def test_an_unknown_metric_ends_the_study_before_anything_is_trained(
 
 def test_a_make_that_ignores_its_configuration_is_found_out(tmp_path):
     recipe = data_path("recipes/quickstart.yaml")
-    for make, match in (
-        (lambda config: GRPO.from_config(load_config(recipe)), "make was given optimizer.lr=0.01"),
-        (lambda config: None, "make must return a trainer, got NoneType"),
-    ):
-        arms, how = {"a": {"optimizer.lr": 1e-2}}, {"seeds": 1, "budget": Steps(1), "make": make}
-        with pytest.raises(FailedRun, match=match):
-            compare(arms, recipe, dir=tmp_path / match[-4:], **how)
+    how = {"seeds": 1, "budget": Steps(1), "dir": tmp_path}
+    with pytest.raises(FailedRun, match="make was given optimizer.lr=0.01"):
+        made = lambda config: GRPO.from_config(load_config(recipe))
+        compare({"a": {"optimizer.lr": 1e-2}}, recipe, make=made, **how)
 
 
 def test_scores_by_task_are_stored_and_give_an_interval_for_other_tasks(tmp_path):
@@ -397,9 +394,6 @@ def test_a_study_of_nothing_finds_nothing_in_95_of_100(n, noise):
     assert np.mean(found) < 0.1  # three standard errors
     equal = [verdict(d[0] + 1, arms, margin=1.0) == "equal within 1" for d in x]
     assert np.mean(equal) < 0.05  # a true difference of the margin
-    if noise == 0:  # without the correction
-        found = [any(verdict(d) in ("higher", "lower") for d in study) for study in x]
-        assert np.mean(found) > 0.15
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
@@ -440,19 +434,6 @@ def test_where_less_is_better_the_table_asks_for_less(tmp_path):
     again = compare(arms, lower_is_better=["svr", "eval_greedy"], **kw)
     assert "P(lower)" in str(again.table("eval_greedy")) and COUNTS.made == 0
     assert store.read_bytes() == before
-
-
-def test_tuning_takes_the_lowest_where_less_is_better(tmp_path):
-    kw = {"make": losing, "seeds": [0], "budget": Steps(3), "eval_every": Steps(1)}
-    kw |= {"tune": {"optimizer.lr": [0.1, 0.2, 0.01]}, "metric": "mean_svr"}
-    kw |= {"dir": tmp_path / "d", "store": tmp_path / "s.json"}
-    with pytest.warns(UserWarning, match="at the edge"):
-        study = compare({"a": {}}, lower_is_better=["svr"], **kw)
-    assert study.frame()["optimizer.lr"].item() == 0.2
-    with pytest.raises(ValueError, match=r"another specification \(lower_is_better\)"):
-        compare({"a": {}}, if_changed="raise", **kw)
-    with pytest.warns(UserWarning, match="optimizer.lr=0.01 of"):
-        assert compare({"a": {}}, **kw).frame()["optimizer.lr"].item() == 0.01
 
 
 def test_a_variant_of_which_every_run_failed_raises_and_the_others_are_kept(tmp_path):

@@ -280,11 +280,24 @@ def test_what_is_set_on_the_parts_between_fits_is_in_the_record_and_in_the_check
     run = {"run.dir": str(tmp_path / "run"), "tasks.train": "data:tasks/easy_train.jsonl"}
     trainer = GRPO.from_config(load_config(None, SMALL | run | {"tasks.eval": None})).fit(1)
     trainer.policy.temperature, trainer.eval_tasks = 0.5, ROWS
+    trainer.optimizer.param_groups[0]["weight_decay"] = 0.25
+    with pytest.raises(ValueError, match="made has no 'autocast': autocast is read when"):
+        trainer.policy.autocast = "bfloat16"
     trainer.fit(1).close()
     changes = trainer.run.events().set_index("kind").changes.dropna()
     assert changes["config_changed"] == {"policy.temperature": [1.0, 0.5]}
-    assert "parts.eval_tasks" in changes["environment_changed"]
-    assert GRPO.load(tmp_path / "run", eval_tasks=ROWS).policy.temperature == 0.5
+    assert {"parts.eval_tasks", "parts.optimizer_has.weight_decay"} <= {
+        *changes["environment_changed"]
+    }
+    again = GRPO.load(tmp_path / "run", eval_tasks=ROWS)
+    assert (again.policy.temperature, again.optimizer.param_groups[0]["weight_decay"]) == (
+        0.5,
+        0.25,
+    )
+    again.policy.stop = 5
+    again.fit(1).close()
+    with pytest.raises(ValueError, match="stop .5.*policy=..."):
+        GRPO.load(tmp_path / "run", eval_tasks=ROWS)
 
 
 def test_a_file_that_holds_other_tasks_by_now_is_refused_unless_they_are_given(tmp_path):

@@ -10,6 +10,7 @@ from test_trainer import RIGHT, SIZE, weights
 
 from grpo_nb.all import Taskset, data_path, group_stats, load_config
 from grpo_nb.collector import FilterCapError, GroupCollector
+from grpo_nb.config import override
 from grpo_nb.filter_groups import FilterGroupsConfig, decide
 from grpo_nb.optimizer import learning_rate
 from grpo_nb.stream import TaskStream
@@ -160,6 +161,9 @@ def test_a_function_is_an_estimator_and_a_rule():
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
     kept = own(rule=lambda r, config: group_stats(r.rewards[:, 0], r.group_N).spread > 0).fit()
     assert kept.last[0].num_groups == own().fit().last[0].num_groups
+    late = own()  # a configuration that is replaced is used by all parts
+    late.config = override(late.config, {"filter_groups.rule": lambda r, c: [True] * r.num_groups})
+    assert late.fit().last[0].num_groups == late.config.train_batch_size
 
 
 @pytest.mark.parametrize(

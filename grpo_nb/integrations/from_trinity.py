@@ -44,10 +44,8 @@ def config_from_trinity(
 ) -> Reading:
     "Trinity-RFT's settings as ours."
     s = Settings(_flat_lists(_settings_tree(settings)))
-    prompts, group = (
-        s.take("buffer.batch_size", "train_batch_size", 1),
-        s.take("algorithm.repeat_times", "num_generations", 8),
-    )
+    prompts = s.take("buffer.batch_size", "train_batch_size", 1)
+    group = s.take("algorithm.repeat_times", "num_generations", 8)
     per_update = s.take("buffer.train_batch_size", "update.minibatch_size", prompts * group)
     ours: dict[str, Any] = {"train_batch_size": prompts, "num_generations": group}
     ours |= _minibatch_keys(prompts * group, per_update, group)
@@ -106,9 +104,8 @@ def _trinity_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
 def _trinity_loss(s: Settings) -> dict[str, Any]:
     "What follows from the algorithm, unless its parts are given."
     kind = s.take("algorithm.algorithm_type", "advantage.mode, update.loss", "grpo")
-    loss, low, high, dual, aggregation, kl = _TRINITY_LOSSES[
-        one_of("algorithm_type", kind, _TRINITY_LOSSES)
-    ]
+    kind = one_of("algorithm_type", kind, _TRINITY_LOSSES)
+    loss, low, high, dual, aggregation, kl = _TRINITY_LOSSES[kind]
     at = "algorithm.policy_loss_fn_args"
     both = s.take(f"{at}.clip_range", "update.loss.clip")
     low, high = (low, high) if both is None else (both, both)
@@ -118,21 +115,14 @@ def _trinity_loss(s: Settings) -> dict[str, Any]:
     }
     if dual is not None:
         clip["dual"] = s.take(f"{at}.clip_ratio_c", "update.loss.clip.dual", dual)
-    aggregation = s.take(f"{at}.loss_agg_mode", "update.loss.aggregation", aggregation).replace(
-        "-", "_"
-    )
-    ours = {
-        "update.loss.policy_loss": loss,
-        "update.loss.clip": clip,
-        "update.loss.aggregation": aggregation,
-    }
+    aggregation = s.take(f"{at}.loss_agg_mode", "update.loss.aggregation", aggregation)
+    ours = {"update.loss.policy_loss": loss, "update.loss.clip": clip}
+    ours["update.loss.aggregation"] = aggregation.replace("-", "_")
     kind = s.take("algorithm.kl_loss_fn", "update.loss.kl_kind", "k2" if kl else "none")
     if kind != "none":
         coef = s.take("algorithm.kl_loss_fn_args.kl_coef", "update.loss.kl_coef", kl or 0.001)
-        ours |= {
-            "update.loss.kl_kind": {"low_var_kl": "k3"}.get(kind, kind),
-            "update.loss.kl_coef": coef,
-        }
+        kind = {"low_var_kl": "k3"}.get(kind, kind)
+        ours |= {"update.loss.kl_kind": kind, "update.loss.kl_coef": coef}
     return ours
 
 # %% ../../nbs/integrations/05_from_trinity.ipynb #6e99d9d4
@@ -160,16 +150,7 @@ def _trinity_operators(s: Settings, notes: list) -> dict[str, Any]:
     return ours | ({"tasks.operators": keep} if keep else {})
 
 # %% ../../nbs/integrations/05_from_trinity.ipynb #96023545
-_ENTRY = (
-    "name",
-    "path",
-    "subset_name",
-    "split",
-    "format",
-    "task_selector",
-    "data_selector",
-    "selector",
-)
+_ENTRY = tuple("name path subset_name split format task_selector data_selector selector".split())
 
 
 def _trinity_tasks(s: Settings) -> dict[str, Any]:
@@ -210,13 +191,8 @@ def _trinity_tasks(s: Settings) -> dict[str, Any]:
 
 # %% ../../nbs/integrations/05_from_trinity.ipynb #e0c75871
 def _trinity_rest(s: Settings) -> dict[str, Any]:
-    every = s.take("explorer.eval_interval", "eval.every")
-    return {
-        "policy.model": s.take("model.model_path", "policy.model"),
-        "policy.max_new_tokens": s.take(
-            "model.max_response_tokens", "policy.max_new_tokens", 16384
-        ),
-        "eval.every": every,
-        "checkpoint.every": s.take("trainer.save_interval", "checkpoint.every"),
-        "seed": s.take("seed", "seed"),
-    }
+    theirs = {"policy.model": "model.model_path", "eval.every": "explorer.eval_interval"}
+    theirs |= {"checkpoint.every": "trainer.save_interval", "seed": "seed"}
+    longest = s.take("model.max_response_tokens", "policy.max_new_tokens", 16384)
+    found = {ours: s.take(key, ours) for ours, key in theirs.items()}
+    return found | {"policy.max_new_tokens": longest}

@@ -68,10 +68,8 @@ def _trl_batch(s: Settings, processes: int) -> tuple[int, int, int, int]:
     "Prompts, samples of each, samples per optimizer step, optimizer steps per rollout."
     at = "batch arithmetic"
     group = s.take("num_generations", "num_generations", 8)
-    per, accumulated = (
-        s.take("per_device_train_batch_size", at, 8),
-        s.take("gradient_accumulation_steps", at, 1),
-    )
+    per = s.take("per_device_train_batch_size", at, 8)
+    accumulated = s.take("gradient_accumulation_steps", at, 1)
     pieces = s.take("steps_per_generation", at, accumulated)
     whole = s.take("generation_batch_size", at, 0)
     if (
@@ -94,12 +92,8 @@ def _trl_batch(s: Settings, processes: int) -> tuple[int, int, int, int]:
         raise ValueError(
             f"An optimizer step of {accumulated} batches ends within a generation that is used for {uses}: no such step here."
         )
-    return (
-        samples // group,
-        group,
-        min(per * processes * accumulated, samples),
-        uses // accumulated,
-    )
+    per_update = min(per * processes * accumulated, samples)
+    return samples // group, group, per_update, uses // accumulated
 
 # %% ../../nbs/integrations/05_from_trl.ipynb #a2a2ff4f
 def _trl_length(
@@ -159,10 +153,8 @@ def _trl_loss(s: Settings) -> dict[str, Any]:
     "Policy loss, clip, aggregation and KL."
     kind = s.take("loss_type", "update.loss.policy_loss, update.loss.aggregation", "dapo")
     loss, aggregation = _TRL_LOSSES[one_of("loss_type", kind, _TRL_LOSSES)]
-    low, high = (
-        s.take("epsilon", "update.loss.clip.low", 0.2),
-        s.take("epsilon_high", "update.loss.clip.high"),
-    )
+    low = s.take("epsilon", "update.loss.clip.low", 0.2)
+    high = s.take("epsilon_high", "update.loss.clip.high")
     cap, kl = s.take("delta", "update.loss.ratio_max"), s.take("beta", "update.loss.kl_coef", 0.0)
     bounds = {
         "update.loss.clip": {"low": low, "high": low if high is None else high},

@@ -161,19 +161,14 @@ def _verl_bounds(s: Settings, kind: str) -> dict[str, Any]:
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #a3b047a0
 def _verl_kl(s: Settings) -> dict[str, Any]:
-    used, keys = (
-        s.take(f"{_ACTOR}.use_kl_loss", "update.loss.kl_coef", False),
-        (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
-    )
-    if not used:
+    keys = f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"
+    if not s.take(f"{_ACTOR}.use_kl_loss", "update.loss.kl_coef", False):
         s.leave("use_kl_loss is off, so verl never reads it", *keys)
         return {}
     kind = s.take(keys[1], "update.loss.kl_kind", "low_var_kl")
     kind = {"low_var_kl": "k3", "kl": "k1", "mse": "k2"}.get(kind, kind)
-    return {
-        "update.loss.kl_coef": s.take(keys[0], "update.loss.kl_coef", 0.001),
-        "update.loss.kl_kind": kind,
-    }
+    coef = s.take(keys[0], "update.loss.kl_coef", 0.001)
+    return {"update.loss.kl_coef": coef, "update.loss.kl_kind": kind}
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #a878bfef
 def _verl_kl_in_reward(s: Settings) -> dict[str, Any]:

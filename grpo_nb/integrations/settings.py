@@ -162,12 +162,7 @@ def _length_keys(ours: dict, epochs: float, num_tasks: int | None, notes: list) 
     return ours["steps"]
 
 # %% ../../nbs/integrations/04_settings.ipynb #6cb103ea
-SCHEDULES = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-}
+SCHEDULES = {"constant_with_warmup": "constant"} | {k: k for k in ("constant", "linear", "cosine")}
 
 
 def _optimizer_keys(s: Settings, at: str, clip: str, steps: int | None) -> dict[str, Any]:
@@ -184,13 +179,10 @@ def _optimizer_keys(s: Settings, at: str, clip: str, steps: int | None) -> dict[
             )
     schedule = s.take(f"{at}.lr_scheduler_type", key, s.take(f"{at}.warmup_style", key, "constant"))
     kinds = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "min_lr_ratio": 0.0}
-    return {
-        f"optimizer.{k}": s.take(f"{at}.{k}", f"optimizer.{k}", v) for k, v in kinds.items()
-    } | {
-        "optimizer.warmup": int(warmup),
-        key: SCHEDULES[one_of("lr_scheduler_type", schedule, SCHEDULES)],
-        "update.max_grad_norm": s.take(clip, "update.max_grad_norm", 1.0),
-    }
+    ours = {f"optimizer.{k}": s.take(f"{at}.{k}", f"optimizer.{k}", v) for k, v in kinds.items()}
+    ours[key] = SCHEDULES[one_of("lr_scheduler_type", schedule, SCHEDULES)]
+    norm = s.take(clip, "update.max_grad_norm", 1.0)
+    return ours | {"optimizer.warmup": int(warmup), "update.max_grad_norm": norm}
 
 
 def only(value: Any) -> Any:
@@ -198,13 +190,8 @@ def only(value: Any) -> Any:
     return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
 
 # %% ../../nbs/integrations/04_settings.ipynb #e969341f
-_TRL_SCALES = {
-    "true": "grpo",
-    "group": "grpo",
-    "batch": "grpo_batch",
-    "false": "dr_grpo",
-    "none": "dr_grpo",
-}
+_TRL_SCALES = {"true": "grpo", "group": "grpo", "batch": "grpo_batch"}
+_TRL_SCALES |= {"false": "dr_grpo", "none": "dr_grpo"}
 
 
 def _trl_advantage(s: Settings) -> str:

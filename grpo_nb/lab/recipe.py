@@ -24,9 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from .. import verifiers  # noqa: F401 (their names are in REWARDS)
-from ..config import Count, build_config, config_tree, configuration
-from ..config import given_keys, one_of, override, _with_key
-from ..config import _check_options, _fields, _fit_options
+from ..config import Count, build_config, config_tree, configuration, given_keys, one_of
+from ..config import override, _check_options, _fields, _fit_options, _with_key
 from ..ahead import _check_ahead
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of

@@ -21,9 +21,8 @@ from markupsafe import Markup, escape
 from ..config import check_number, one_of
 from ..files import plain, write_atomic
 from .plots import COLORS, _label_of, make_figure, _show_in_cell
-from .study import MEAN, Study, detectable, held_out, improvement, verdict
+from .study import MEAN, Study, detectable, held_out, improvement, verdict, _to_budget
 from .study import _check_metric, _final_score, _is_lower, _joint_level, _listed
-from .study import _to_budget
 from ..evaluate import t_interval, two_way_interval
 
 # %% ../../nbs/lab/05_report.ipynb #fee9fb37

@@ -360,15 +360,19 @@ def sample_table(
 # %% ../../nbs/lab/02_session.ipynb #1b1eee8b
 def _part_facts(trainer: GRPO) -> dict[str, Any]:
     "What was trained, on what and by what: class and size, checksums, weights."
-    held = trainer.eval_tasks or []
+    held, group = trainer.eval_tasks or [], trainer.optimizer.param_groups[0]
     held = held.values() if isinstance(held, Mapping) else [held]
     return {
         "policy": _policy_facts(trainer.policy),
-        "tasks": {"tasks": [_task_facts(t) for t in _tasksets_of(trainer.stream)]},
+        "tasks": {
+            "tasks": [_task_facts(t) for t in _tasksets_of(trainer.stream)],
+            "selectors": [str(plain(s.options)) for s in getattr(trainer.stream, "selectors", ())],
+        },
         "eval_tasks": [_task_facts(t) for t in held],
         "rewards": dict(zip(trainer.rewards.components, trainer.weights)),
         "reference": _policy_facts(trainer.reference) if trainer.given.get("reference") else None,
         "optimizer": type(trainer.optimizer).__name__,
+        "optimizer_has": {k: group[k] for k in ("betas", "weight_decay") if k in group},
         "callbacks": [_function_name(f) for f in trainer.callbacks],
     }
 
@@ -427,15 +431,16 @@ def _check_same_parts(told: Mapping, trainer: GRPO, given: Sequence[str]) -> Non
         warnings.warn(f"The {said}. Pass them again: callbacks=[...].", stacklevel=3)
     if stored.get("reference") and not now["reference"]:
         raise ValueError("The run had a reference of its own: pass it again, as reference=...")
-    parts = {"policy": "tokenizer", "tasks": "tasks", "eval_tasks": "held-out tasks"}
-    for part, what in parts.items():
+    parts = {"tokenizer": "policy", "tasks": "tasks", "held-out tasks": "eval_tasks"}
+    for what, part in (parts | {"selectors": "tasks"}).items():
         before, after = stored.get(part), now[part]
         if isinstance(after, Mapping):
             before, after = (before or {}).get(what), after.get(what)
         if before in (None, after):
             continue
         keys = ("eval_tasks", "tasks.eval") if part == "eval_tasks" else (part,)
-        if any(f"{key}.".startswith(f"{k}.") for key in given for k in keys):
+        meant = any(f"{key}.".startswith(f"{k}.") for key in given for k in keys)
+        if meant or what == "selectors":
             warnings.warn(f"{part}: the run goes on with {after}, after {before}.", stacklevel=3)
             continue
         raise ValueError(
@@ -467,6 +472,8 @@ def _described(trainer: GRPO) -> dict[str, Any]:
     made = tree.get("application")
     parts = importlib.import_module(f"grpo_nb.applications.{made}").MADE if made else ()
     own = dict.fromkeys(parts, made) | dict.fromkeys(given, "passed")
+    if getattr(trainer.policy, "settings", dict)().get("model", tree) is None:
+        own.setdefault("policy", "passed")  # made of its model, and then changed
     if "policy" in own:
         facts = _policy_facts(trainer.policy)
         keys, has = tree.get("policy", {}), facts["settings"]

@@ -6,7 +6,7 @@
 __all__ = ['WhatIf', 'what_if']
 
 # %% ../../nbs/lab/03_what_if.ipynb #f1c30209
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ class WhatIf:
 # %% ../../nbs/lab/03_what_if.ipynb #58d6af92
 def what_if(
     run: Any,  # a Run, its directory, TRL's completions, verl's rollout dump, or a DataFrame
-    advantage: str | Sequence[str] | Mapping[str, AdvantageConfig] = ("grpo", "gdpo"),
+    advantage: str | Callable | Sequence | Mapping[str, Any] = ("grpo", "gdpo"),  # or {name: one}
     filter_groups: str | None = None,  # component that must vary; None: the sum
 ) -> WhatIf:
     "Recompute advantages and filtering from the stored samples of a run, without a model."
@@ -133,10 +133,12 @@ def what_if(
     names = frame.attrs["components"]
     if isinstance(run, Run):  # how it weighed its rewards; of samples alone nothing is known
         own = dict(run.config.get("advantage") or {})
+    bare = lambda x: isinstance(x, str) or callable(x)  # weighed as in the run
     if not isinstance(arms, Mapping):
-        modes = [advantage] if isinstance(advantage, str) else advantage
-        options = {own.get("mode"): own.get("options")}  # are those of the run's own estimator
-        arms = {m: own | {"mode": m, "options": options.get(m) or {}} for m in modes}
+        arms = {getattr(m, "__name__", m): m for m in ([arms] if bare(arms) else arms)}
+    options = {own.get("mode"): own.get("options")}  # are those of the run's own estimator
+    made = lambda mode: own | {"mode": mode, "options": options.get(mode) or {}}
+    arms = {k: made(v) if bare(v) else v for k, v in arms.items()}
     if filter_groups is not None:
         numbers = [k for k in frame if k not in _NOT_REWARDS and _numeric(frame[k])]
         one_of("metric of the filter", filter_groups, numbers)

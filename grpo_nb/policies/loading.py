@@ -307,7 +307,7 @@ def add_lora(
         options[key] = check_number(f"lora: {key}", options[key], 1, whole=True)
     layers, wanted = dict(model.named_modules()), options["target_modules"]
     known = {k.rpartition(".")[2] for k in layers} - {""}
-    for name in [] if isinstance(wanted, str) else wanted or []:
+    for name in wanted if isinstance(wanted, (list, tuple, set)) else ():
         if not any(f".{k}".endswith(f".{name}") for k in layers):
             raise ValueError(unknown_name("layer in lora.target_modules", name, known))
     seed = options.pop("seed")
@@ -321,7 +321,7 @@ def add_lora(
             if odd:
                 raise ValueError(f"leave out {odd[0]}: all that is trained is sampled and saved.")
             inject_adapter_in_model(config, model)
-        except (TypeError, ValueError, IndexError) as e:
+        except Exception as e:  # peft has many
             raise ValueError(f"lora: {e}") from None
     _check_extras(model, config)
     return model

@@ -7,6 +7,7 @@ __all__ = ['TokenPolicy', 'as_policy']
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #052ca1a7
 import copy as copy_module
+import difflib
 import importlib
 import contextlib
 import os
@@ -28,10 +29,9 @@ from ..core import Groups, Rollout, _check_finite, pad_to, seeded
 from .decoding import FLOOR, Network, draw, _shape_logits
 from .decoding import _left_padded, _rows_of, _take
 from .loading import PolicyConfig, add_lora, load_model, merge_lora, _upload
-from .loading import _SAMPLING, _asked_autocast
-from .loading import _has_adapters, _load_tokenizer, _mend_generation_config
-from .loading import _stop_tokens, _unwrap_peft, _warn_of_unseen
-from .loading import _with_vocabulary, _write_adapter
+from .loading import _SAMPLING, _asked_autocast, _has_adapters, _load_tokenizer
+from .loading import _mend_generation_config, _stop_tokens, _unwrap_peft
+from .loading import _warn_of_unseen, _with_vocabulary, _write_adapter
 from ..files import writable
 from ..processes import place, whole
 from ..tasks import Task, _check_prompt
@@ -83,9 +83,15 @@ class TokenPolicy:
             warnings.warn(said, stacklevel=2)
 
     def __setattr__(self, name, value):
-        "What sampling reads is checked whenever it is set."
+        "What sampling reads is checked whenever it is set; what nothing reads any more is refused."
         if name in _SAMPLING:
             value = _fit_options(PolicyConfig, {name: value}, "policy")[name]
+        elif name == "stop" and name in vars(self):
+            value = sorted({*_stop_ids(value, self.model, self.tokenizer)})
+        elif "engine" in vars(self) and not hasattr(self, name):
+            if near := difflib.get_close_matches(name, vars(PolicyConfig()), 1, 0.8):
+                when = "can be set" if near[0] in _SAMPLING else "is read when it is made"
+                raise ValueError(f"A policy that is made has no {name!r}: {near[0]} {when}.")
         object.__setattr__(self, name, value)
 
     def __repr__(self):
@@ -245,7 +251,8 @@ def push_to_hub(self: TokenPolicy, repo: str, private: bool = True, **kwargs) ->
 def settings(self: TokenPolicy) -> dict:
     "What it is made of and how it samples, by the keys of a recipe's policy section."
     # of another class, other stops or frozen layers a recipe says nothing
-    own = type(self) is TokenPolicy and {*self.stop} == self.own_stop
+    further = {} if {*self.stop} == self.own_stop else {"stop": self.stop}
+    own = type(self) is TokenPolicy and not further
     whole = self.lora or all(p.requires_grad for p in self.model.parameters())
     return {
         "model": self.source if own and whole else None,
@@ -256,7 +263,7 @@ def settings(self: TokenPolicy) -> dict:
         "autocast": self.network.autocast,
         "shard": self.shard_told,
         "engine": self.engine and self.engine.settings(),
-    }
+    } | further
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #eaf8f2bc
 @patch
