@@ -27,8 +27,7 @@ from .collector import GroupCollector
 from .config import Count, Natural, NonNegative, Positive, check_number, config_tree
 from .config import configuration, given_keys, one_of, override, _check_options, _words
 from .core import Policy, Rollout, sample_in_shares, seeded
-from .evaluate import EvalConfig, Scores, _parts
-from .evaluate import evaluate as evaluate_policy
+from .evaluate import EvalConfig, Scores, _parts, evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig, _check_metrics, _warn_of_shaping
 from .losses import aggregate, kl_penalty
 from .metrics import Counters, History, _completion_metrics, merge_rows, peak_memory_mb
@@ -125,10 +124,9 @@ def _fill_batch(self: GRPO) -> Rollout | None:
             self.notify("on_batch_start")
         return collector.status == "open" and not self._agree()
 
-    c, fills = self.config, self.collector  # whose keys may have been set since
-    fills.config, fills.advantage = c.filter_groups, c.advantage
-    fills.train_batch_size = c.train_batch_size
-    found = fills.collect(self.sample, self.reward, self.policy_version, on_batch)
+    c, set_since = self.config, "config advantage train_batch_size".split()
+    vars(self.collector).update(zip(set_since, (c.filter_groups, c.advantage, c.train_batch_size)))
+    found = self.collector.collect(self.sample, self.reward, self.policy_version, on_batch)
     if found.outcome == "paused":
         raise Paused
     self.batch_rows["filter"] = found.metrics
@@ -735,9 +733,8 @@ def state_dict(self: GRPO) -> dict[str, Any]:  # part -> tree of numbers, tensor
         "generators": {k: g.get_state() for k, g in self.generators.items()},
     }
     state = {k: whole(part.state_dict()) for k, part in self.parts().items()} | {"trainer": own}
-    told = {
-        str(i): f.state_dict() for i, f in enumerate(self.callbacks) if hasattr(f, "state_dict")
-    }
+    several = enumerate(self.callbacks)
+    told = {str(i): f.state_dict() for i, f in several if hasattr(f, "state_dict")}
     return state | ({"callbacks": told} if told else {})
 
 # %% ../nbs/method/04_trainer.ipynb #ab185f37
@@ -763,15 +760,13 @@ def load_state_dict(self: GRPO, state: Mapping[str, Any]):
         g.set_state(own["generators"][k])
     self.counters.load_state_dict(own["counters"])
     self.step_done = own["step"]
-    self.bad_steps = own["bad_steps"]
-    self.seconds_trained = own["seconds_trained"]
-    self.policy_version = own["policy_version"]
+    for k in ("bad_steps", "seconds_trained", "policy_version"):
+        setattr(self, k, own[k])
     if (before := own.get("processes", 1)) != (now := place()[1]):
         drawn = "samples differ by rounding" if hasattr(self.policy, "draws") else "other samples"
         said = f"The checkpoint is of {before} process(es), now there are {now}"
         say(f"{said}: the same tasks, {drawn}.")
-    selection, reward = list(own["selection"]), list(own["judged"])
-    self.batch_rows = {"reward": reward, "selection": selection, "filter": {}}
+    self.batch_rows = {"reward": [*own["judged"]], "selection": [*own["selection"]], "filter": {}}
     self.last = None
 
 # %% ../nbs/method/04_trainer.ipynb #de300a79
