@@ -138,7 +138,8 @@ _BLOCK = {
     "workers": "processes",
 }
 _ASKED = "seeds budget eval_every tune tune_seeds tune_tasks tune_budget metric lower_is_better dir threads"
-_BLOCK |= {k: docments(Spec)[k] for k in _ASKED.split()}
+_OPTIONS = docments(Spec)
+_BLOCK |= {k: _OPTIONS[k] for k in _ASKED.split()}
 
 # %% ../nbs/07_cli.ipynb #7313a306
 def _read_block(block: Mapping[str, Any]) -> dict[str, Any]:
