@@ -396,14 +396,19 @@ def override(
 ) -> Any:
     "The configuration with some keys changed."
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     tree, given = config_tree(config), given_keys(config) if given is None else given
     if isinstance(overrides, Mapping):
         for key, value in _settings(config, overrides).items():
             tree = _with_key(tree, key.split("."), value)
     else:
-        overrides = OmegaConf.from_dotlist(list(overrides))
-        tree = OmegaConf.to_container(OmegaConf.merge(tree, overrides))
+        try:
+            overrides = OmegaConf.from_dotlist(list(overrides))
+            tree = OmegaConf.to_container(OmegaConf.merge(tree, overrides))
+        except (OmegaConfBaseException, TypeError, YAMLError) as e:
+            raise ValueError(f"{overrides} cannot be read: {' '.join(str(e).split())}") from None
         overrides = OmegaConf.to_container(overrides)
     changed = build_config(type(config), tree)
     _mark_given(changed, [*given, *_leaf_keys(overrides)])

@@ -300,9 +300,7 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
     for wrong in (["a"], "a", 3, None, {"a": fake}, {1: {}}, {"a": {3: 1}}):
         refused("variants.* must be", wrong)
     for wrong in (500, "many", {"samples": 3, "steps": 4}):
-        refused("budget must be one of Samples", budget=wrong)
         refused("eval_every must be one of Samples", eval_every=wrong)
-    refused("Samples must be > 0 and finite, got inf", budget={"samples": math.inf})
     for wrong in ("ab", 2.5, None, True, [1.5], [True], [-1], [[1]], 0, [], [1, 1]):
         refused("seeds must be a number of seeds", seeds=wrong)
     refused("tune_tasks cannot be read", {"a": {}}, tune=grid, tune_tasks="nowhere.jsonl")
@@ -321,7 +319,6 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
         (tmp_path / "s.json").write_text(text)
         refused("not a stored study of format 1", store=tmp_path / "s.json")
     make = lambda config, width=1: None
-    refused("Variant 'a' and make do not fit: .*'widht'", {"a": {"make.widht": 2}}, make=make)
     refused("rewards come from make", {"a": {"rewards.functions": {}}}, make=make)
     refused("make", {"a": {"make.width": 2}})  # keywords of nothing
 
