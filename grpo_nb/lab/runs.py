@@ -579,8 +579,9 @@ def _made_of(x: Any) -> str | list:
         return x.name if isinstance(x, Path) else x.__name__
     shown = re.sub(" at 0x[0-9a-fA-F]+", "", repr(x))  # another in every process
     with contextlib.suppress(Exception):  # it does not travel
-        if hasattr(x, "state_dict"):
-            return [shown, x.state_dict()]
+        told = "state_dict" if hasattr(x, "parameters") else "get_vocab"  # not what use has left
+        if hasattr(x, told):
+            return [shown, dict(sorted(getattr(x, told)().items()))]
         pickled = copyreg.dispatch_table.get(type(x))
         parts = pickled(x) if pickled else x.__reduce_ex__(4)
         if not isinstance(parts, str):
