@@ -294,8 +294,8 @@ def _dr_grpo(loss_NS, mask_NS, tokens, rows, max_length=None, **_):
     "arXiv 2503.20783: a constant length, not the padded width"
     if max_length is None or mask_NS[:, max_length:].any():
         raise ValueError(
-            f"Aggregation 'dr_grpo' divides by a constant length, got (update.loss.)max_length={max_length}: give the "
-            f"greatest possible number of steps (samples are up to {int(mask_NS.sum(1).max())} long)."
+            f"Aggregation 'dr_grpo' divides by a constant length, got max_length={max_length}: give the greatest "
+            f"possible number of steps, in a recipe as update.loss.max_length (samples are up to {int(mask_NS.sum(1).max())} long)."
         )
     return loss_NS.sum() / (rows * max_length)
 

@@ -625,7 +625,7 @@ def test_mistakes_are_told_in_one_line_with_what_to_do(do, message, policy):
         (lambda t: setattr(t, "temperature", 0.5), "here it is policy.temperature"),
         (lambda t: setattr(t, "args", {}), "here it is config"),
         (lambda t: t.optimizer.param_groups[0].update(lr=0.5), "optimizer's lr=0.5 is not used"),
-        (lambda t: setattr(t.policy, "stop", [-1]), "No sample of a step ended by itself"),
+        (lambda t: setattr(t.policy, "stop", [54]), "No sample of a step ended by itself"),
         (lambda t: LossConfig(kl_coef=0.1, kl_kind="kl"), "this KL term pulls nowhere"),
         (lambda t: _parse(["train", "steps=2", "seed=1", "steps=3"]), "steps is given twice: the last"),
     ],
