@@ -150,9 +150,9 @@ def test_the_study_tunes_on_other_users_and_keeps_numbers_only(task, folder, tmp
     assert set(study.frame()["status"]) == {"done"} and len(study.tuning()) == 4
     users = [{t["user"] for t in tasks} for tasks in asked]
     trained = {t["user"] for t in task.train[:-20]}
-    # one evaluation before training for all arms of a seed, one after each run
-    assert users[:5] == [{t["user"] for t in task.train[-20:]}] * 5 and not users[0] & trained
-    assert users[5:] == [{t["user"] for t in task.eval}] * 3
+    # one before training for each arm of a seed, whose rewards an own evaluate sees, one after each run
+    assert users[:6] == [{t["user"] for t in task.train[-20:]}] * 6 and not users[0] & trained
+    assert users[6:] == [{t["user"] for t in task.eval}] * 4
     text = (tmp_path / "study.json").read_text()
     assert not [t for t in task.oracle.risks if t[0] in text.casefold()]  # numbers, no titles
     assert films.without_training(task)["popular, safe only"]["svr@8"] == 0
