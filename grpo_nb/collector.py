@@ -165,6 +165,7 @@ def _settle(self: GroupCollector):
 # %% ../nbs/method/02_collector.ipynb #38142b20
 @patch(as_prop=True)
 def full_size(self: GroupCollector) -> int:
+    "Prompts of a whole generation batch."
     return self.config.gen_batch_size or self.train_batch_size
 
 
