@@ -64,14 +64,14 @@ def _said(text: str, asked: str = "") -> str:
         return text
     return text[marks[-1].end() :] if marks[-1][1] else ""
 
-# %% ../nbs/method/02_verifiers.ipynb #58834233
+# %% ../nbs/method/02_verifiers.ipynb #39e44e02
 def _filled(who: str, **options: str) -> None:
     "Refuse an option that is no text."
     for name, value in options.items():
         if not isinstance(value, str) or not value or name == "tag" and {*value} & {*"<>"}:
             raise ValueError(f"{who}: {name} must be non-empty text, no <>, got {_shown(value)}.")
 
-# %% ../nbs/method/02_verifiers.ipynb #39e44e02
+
 class _AnswerFinder:
     "How to find the answer in a completion and in a reference."
 
@@ -100,7 +100,7 @@ class _AnswerFinder:
         return text if found is None else found
 
 # %% ../nbs/method/02_verifiers.ipynb #fc93cdbb
-_UNITS = """$ dollar dollars USD; € euro euros EUR; £ GBP; ¥ yen JPY; ₹ rupees INR; cent cents
+_UNITS = """$ dollar dollars USD US$; € euro euros EUR; £ GBP; ¥ yen JPY; ₹ rupees INR Rs Rs.; cent cents
 % percent; ° degree degrees; °C; °F; mm millimeters; cm centimeters; km kilometer kilometers kilometre kilometres
 meter meters metre metres m; inch inches; ft foot feet; yd yard yards; mi mile miles; mg; kg kilogram kilograms; gram grams g
 lb lbs pound pounds; oz ounce ounces; ml; liter liters litre litres L; ms; sec second seconds s; min mins minute minutes
@@ -109,7 +109,7 @@ _UNIT = {name: unit.split()[0] for unit in re.split("[;\n]", _UNITS) for name in
 _TIMES = dict(dozen=12, hundred=100, thousand=10**3, million=10**6, billion=10**9, trillion=10**12)
 _COUNTED = r"(?!ones$|tens$|halves$|thirds$|quarters$|\w*times$|always$|perhaps$|\w*ths$)[a-z]{2,}[a-rtv-z]s|people|children|men|women"  # apples
 _NUMBER = re.compile(
-    r"(?P<sign>[-+]?) ?(?:(?P<money>[$€£¥₹]) ?)?(?P<minus>[-+]?)(?:"
+    r"(?P<sign>[-+]?) ?(?:(?P<money>[$€£¥₹]|US\$|USD|EUR|GBP|JPY|INR|Rs\.?) ?)?(?P<minus>[-+]?)(?:"
     r"(?P<digits>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?: [0-9]{3}){2,}|[0-9]*)(?P<decimals>\.[0-9]+)?"
     r"(?P<power>[eE][-+]?[0-9]{1,3})?"
     r"|(?:(?P<whole>[0-9]+) )?(?P<above>[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+) ?/ ?(?P<below>[0-9]+))"
@@ -117,17 +117,24 @@ _NUMBER = re.compile(
 )
 
 # %% ../nbs/method/02_verifiers.ipynb #aef85dda
+def _with_powers(text: str) -> str:
+    "cm^2 for square cm and cm squared, cm^3 for cubic cm."
+    text = re.sub(r"\b(?:square|sq\.?) ([A-Za-z]+\.?(?: ?\})?)|\b squared\b", r"\1^2", text)
+    return re.sub(r"\bcubic ([A-Za-z]+\.?(?: ?\})?)|\b cubed\b", r"\1^3", text)
+
+
 def _quantity(text: str) -> tuple[Fraction, str] | None:
     "The value of a decimal, fraction or mixed number, and its unit, which may be empty; None = no plain number."
+    text = re.sub(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3}(?![0-9]))", ",", _with_powers(text))
     text = re.sub(r"\\(?:text|mathrm)\s?\{([^{}]*)\}|\\[,; \\]|(?<=[^~])~(?!~)", r" \1", text)
-    command, text = "\\" in text, " ".join(text.replace("\\", "").replace("{,}", ",").split())
+    command, text = "\\" in text, " ".join(text.replace("\\", "").split())
     if len(text.replace(" ", "")) > 100:
         return None
     scaled = re.fullmatch(rf"(.*[0-9]) ?({'|'.join(_TIMES)})s?\b(.*)", text)
     match = _NUMBER.fullmatch(scaled[1] + scaled[3] if scaled else text)
     if match is None or match["sign"] and match["minus"]:
         return None
-    units = [match["money"], _UNIT.get(match["unit"], match["unit"])]
+    units = [_UNIT.get(match[k], match[k]) for k in ("money", "unit")]
     value = None if match["exponent"] and not match["unit"] else _plain_value(match)
     known = units[1] in ("", *_UNIT.values()) or not command and re.fullmatch(_COUNTED, units[1])
     if value is None or all(units) or not known:
@@ -156,13 +163,13 @@ def _same_quantity(a: tuple[Fraction, str] | None, b: tuple[Fraction, str] | Non
 
 def _without_unit(text: str) -> tuple[str, str]:
     "A formula and the unit behind it; empty if it has none."
-    behind = r"\\(?:text|mathrm|mbox) ?\{ ?(?:(square|sq\.?|cubic) )?([A-Za-z/]+)\.? ?\}(?:\^\{?([23])\}?)?$"
-    match = re.search(behind, text)
-    unit = match and _UNIT.get(match[2], match[2])
-    formula = text[: match.start()].rstrip("~ \\,;") if match else ""
+    behind = r"\\(?:text|mathrm|mbox) ?\{ ?([A-Za-z/]+)\.? ?\}(?:\^\{?([23])\}?)?$"
+    match = re.search(behind, powers := _with_powers(text))
+    unit = match and _UNIT.get(match[1], match[1])
+    formula = powers[: match.start()].rstrip("~ \\,;") if match else ""
     if not formula or unit not in _UNIT.values():
         return text, ""
-    return formula, unit + (match[3] or {None: "", "cubic": "3"}.get(match[1], "2"))
+    return formula, unit + (match[2] or "")
 
 # %% ../nbs/method/02_verifiers.ipynb #d4c50426
 _BOX = r"\\(?:boxed|fbox)(?![A-Za-z])\s*"
@@ -398,11 +405,10 @@ def _mathematics(text: str) -> str:
 
 # %% ../nbs/method/02_verifiers.ipynb #356e1947
 _SIGNS = str.maketrans({"√": r"\sqrt ", "²": "^{2}", "³": "^{3}", "∞": r"\infty ", "·": r"\cdot "})
-_MATH_MEMORY = 1 << 30  # bytes that parsing and comparing may add to a worker
 
 
 @contextmanager
-def _memory_limit(extra: int) -> Iterator[None]:
+def _memory_limit(extra: int = 1 << 30) -> Iterator[None]:
     "Let this process grow by so many bytes (on Linux); a larger demand is a MemoryError."
     import resource
 
@@ -434,9 +440,7 @@ def _read_math(text: str, limit: int) -> Any:  # a sympy object; None if it cann
     from sympy import I
     from sympy.core.sympify import converter
 
-    root = (
-        r"(\\sqrt(?: ?\[\w+\])?) ?(?:([0-9]+(?:\.[0-9]+)?)|\(([^()]*)\))"  # of 15, not of 1 times 5
-    )
+    root = r"(\\sqrt(?: ?\[\w+\])?) ?(?:([0-9]+(?:\.[0-9]+)?)|\(([^()]*)\))"  # of 15, not of 1
     text = re.sub(root, r"\1{\2\3}", text.translate(_SIGNS))
     repeating = r"([0-9]+\.([0-9]*))\\(?:overline|bar|dot) ?\{?([0-9]+)\}?(?! ?\\dot)"
     nines = lambda m: rf"({m[1]}0+\frac{{{m[3]}}}{{{'9' * len(m[3])}{'0' * len(m[2])}}})"
@@ -588,7 +592,7 @@ def math_equivalence(
             raise RuntimeError("math-verify needs the main thread: run it through RewardRunner")
         left = partial(_seconds_left, time.monotonic() + limit)  # for all: a worker has a deadline
         pairs = ((_mathematics(found), _mathematics(x)) for x in accepted)
-        with suppress(TimeoutException), _memory_limit(_MATH_MEMORY):
+        with suppress(TimeoutException), _memory_limit():
             return any(_equal_math(*pair, left()) for pair in pairs)
         return False
 
@@ -604,7 +608,6 @@ def answer_tags(
     "1 if every tag is opened and closed exactly once, in order."
     if not (names := _names("answer_tags: tags", tags)) or "<" in "".join(names):
         raise ValueError("answer_tags: tags must name at least one tag, without its brackets.")
-
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     gap = r"\s*" if strict else ".*"  # outside of the tags
     blocks = [".*".join(map(re.escape, marks[i : i + 2])) for i in range(0, len(marks), 2)]
@@ -729,9 +732,6 @@ _GYM_SCORERS = dict(coin_flip=_gym_chance, countdown=_gym_numbers, puzzle24=_gym
 _GYM_SCORERS["game_of_life_halting"] = _gym_word
 
 # %% ../nbs/method/02_verifiers.ipynb #04ba4e3b
-_EVALUATE = {"eval", "exec", "compile", "parse_expr", "sympify", "literal_eval"}
-
-
 def _evaluators(function: Callable, owner: type, seen: set[str]) -> set[str]:
     "Names by which a function, or what it calls in its class and module, evaluates text."
     names = set(function.__code__.co_names) - seen
@@ -739,7 +739,8 @@ def _evaluators(function: Callable, owner: type, seen: set[str]) -> set[str]:
     parts = [getattr(owner, n, None) or function.__globals__.get(n) for n in names]
     same = lambda f: getattr(f, "__module__", None) == function.__module__
     called = [f for f in parts if same(f) and hasattr(f, "__code__")]
-    return (_EVALUATE & names).union(*(_evaluators(f, owner, seen) for f in called))
+    evaluate = {"eval", "exec", "compile", "parse_expr", "sympify", "literal_eval"}
+    return (evaluate & names).union(*(_evaluators(f, owner, seen) for f in called))
 
 # %% ../nbs/method/02_verifiers.ipynb #989dc678
 @cache
@@ -783,7 +784,7 @@ def reasoning_gym_score(
             return None
         question = columns.get("question", prompt if isinstance(prompt, str) else None)
         entry = {"question": question, "answer": columns["answer"], "metadata": metadata}
-        with _memory_limit(_MATH_MEMORY):
+        with _memory_limit():
             return _gym_value(score, find(completion, columns | {"prompt": prompt}), entry)
 
     return reward

@@ -20,7 +20,7 @@ from test_rewards import batch as rollout_of_texts
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.reward_runner import RewardRunner
 from grpo_nb.tasks import Task
-from grpo_nb.verifiers import _MATH_MEMORY, _between_tags, _gym_scorer, _is_prose, _listed
+from grpo_nb.verifiers import _between_tags, _gym_scorer, _is_prose, _listed
 from grpo_nb.verifiers import _memory_limit, _quantity, _without_unit, answer_tags, exact_answer
 from grpo_nb.verifiers import format_match, math_equivalence, reasoning_gym_score
 
@@ -254,7 +254,7 @@ def test_grammars_of_ours_agree_with_the_scorers_they_replace():
 def test_parsing_mathematics_has_a_memory_limit():
     def wants(completion):
         before = resource.getrlimit(resource.RLIMIT_AS)
-        with _memory_limit(_MATH_MEMORY):
+        with _memory_limit():
             bytearray((64 << 20) if completion == "less" else (2 << 30))
         return float(resource.getrlimit(resource.RLIMIT_AS) == before)
 
