@@ -32,6 +32,7 @@ from .checkpoint import _warn_of_versions, _write_checkpoint
 from .progress import Progress
 from .record import _TensorBoard, Run, _is_run
 from ..metrics import History
+from ..policies.loading import _SAMPLING
 from ..processes import PeerError, ProcessLost, of_first, place, say
 from ..stream import _fingerprint
 from ..tasks import Task, data_path
@@ -412,8 +413,12 @@ def _function_name(function: Any) -> str:
         bound, function = getattr(function, "__dict__", {}) | bound, type(function)
     text = ""
     with contextlib.suppress(OSError, TypeError, ValueError):
+        if inspect.ismethod(function):
+            bound |= getattr(function.__self__, "__dict__", {})
+            function = function.__func__
         if inspect.isfunction(function):
-            bound |= inspect.getclosurevars(function).nonlocals
+            bound |= inspect.getclosurevars(function).nonlocals | (function.__kwdefaults__ or {})
+            bound |= dict(enumerate(function.__defaults__ or ()))
         text = inspect.getsource(function)
     text += "".join(f"{k}={v!r}" for k, v in bound.items() if isinstance(v, (str, int, float)))
     checksum = f" {hashlib.sha256(text.encode()).hexdigest()[:12]}" if text else ""
@@ -484,8 +489,7 @@ def _described(trainer: GRPO) -> dict[str, Any]:
         tree["policy"] = keys | {"model": _portable(what)}
     elif hasattr(trainer.policy, "settings"):  # what was set on it since it was made
         has = trainer.policy.settings()
-        sampling = "max_new_tokens temperature top_k top_p system_prompt".split()
-        tree["policy"] |= {k: has[k] for k in sampling if k in has}
+        tree["policy"] |= {k: has[k] for k in _SAMPLING if k in has}
     if "tasks" in own:
         kept = {} if hasattr(given.get("tasks"), "read") else tasks  # a stream has its own order
         several = {k: v for k, v in {"tasksets": None, "shares": "size"}.items() if k in kept}

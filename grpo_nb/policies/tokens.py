@@ -83,15 +83,16 @@ class TokenPolicy:
             warnings.warn(said, stacklevel=2)
 
     def __setattr__(self, name, value):
-        "What sampling reads is checked whenever it is set; what nothing reads any more is refused."
+        "What sampling reads is checked whenever it is set; what is read once, when it is made, is refused."
+        fields = vars(PolicyConfig())
         if name in _SAMPLING:
             value = _fit_options(PolicyConfig, {name: value}, "policy")[name]
         elif name == "stop" and name in vars(self):
             value = sorted({*_stop_ids(value, self.model, self.tokenizer)})
-        elif "engine" in vars(self) and not hasattr(self, name):
-            if near := difflib.get_close_matches(name, vars(PolicyConfig()), 1, 0.8):
-                when = "can be set" if near[0] in _SAMPLING else "is read when it is made"
-                raise ValueError(f"A policy that is made has no {name!r}: {near[0]} {when}.")
+        elif "engine" in vars(self) and (name in fields or not hasattr(self, name)):
+            if near := difflib.get_close_matches(name, fields, 1, 0.8):
+                when = "can be" if near[0] in _SAMPLING else "is read when it is made"
+                raise ValueError(f"{name} cannot be set on a policy: {near[0]} {when}.")
         object.__setattr__(self, name, value)
 
     def __repr__(self):
@@ -285,9 +286,10 @@ def copy(self: TokenPolicy) -> TokenPolicy:
     "A frozen copy with the present weights, e.g. as reference policy."
     other = copy_module.copy(self)
     shared = {id(p): p for p in self.model.parameters() if not p.requires_grad}
-    other.model = copy_module.deepcopy(self.model, shared).requires_grad_(False).eval()
-    other.network = Network(other.model, self.network.autocast)
-    other.engine = None  # it holds the weights of the policy in training
+    model = copy_module.deepcopy(self.model, shared).requires_grad_(False).eval()
+    network = Network(model, self.network.autocast)
+    # an engine holds the weights of the policy in training
+    vars(other).update(model=model, network=network, engine=None)
     return other
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #72edff9e
