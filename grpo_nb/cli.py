@@ -20,7 +20,7 @@ import yaml
 from fastcore.docments import docments
 
 from . import __version__
-from .config import check_number, describe, one_of, override, _with_key
+from .config import check_number, describe, one_of, override, _settings, _with_key
 from .demo import _demo_report, _judge_with_fan
 from .evaluate import Scores
 from .files import _free_path, hide_secrets, plain
@@ -29,7 +29,6 @@ from .lab.compare import compare
 from .lab.logs import format_summary, parse_filter_logs
 from .lab.recipe import GRPOConfig, load_config, _read_recipe
 from .files import RunLocked
-from .lab.frames import flat_keys
 from .lab.plots import plot_run
 from .lab.runs import FailedRun, Spec, _set_by_a_study
 from .lab.session import _described, _untrained
@@ -156,8 +155,9 @@ def _read_block(block: Mapping[str, Any]) -> dict[str, Any]:
     for part in (named, named["variants"]):
         if odd := [(k, v) for k, v in part.items() if not isinstance(v or {}, Mapping)]:
             raise ValueError("compare: {} must map keys to values, got {!r}.".format(*odd[0]))
-    common = flat_keys(out.pop("common", {}))
-    out["variants"] = {str(k): common | flat_keys(v or {}) for k, v in out["variants"].items()}
+    sections, named = GRPOConfig(), out["variants"]
+    common = _settings(sections, out.pop("common", {}))
+    out["variants"] = {str(k): common | _settings(sections, v or {}) for k, v in named.items()}
     check_number("compare.margin", out.get("margin", 1), 0, above=True)
     one_of("compare.baseline", out.get("baseline", next(iter(out["variants"]))), out["variants"])
     return out
@@ -179,7 +179,8 @@ def _compare(recipe: str | Path, overrides: Sequence[str] = (), **how) -> tuple[
     config, block = _open_block(recipe, overrides)
     block = {"dir": "runs/compare", "workers": 1, **_read_block(block)}
     block |= {k: v for k, v in how.items() if v is not None}
-    base, ours = flat_keys(block.pop("base", {})), [o for o in overrides if o[:8] != "compare."]
+    base = _settings(config, block.pop("base", {}))
+    ours = [o for o in overrides if o[:8] != "compare."]
     if said := _set_by_a_study([*base, *ours]):
         raise ValueError(said)
     config = override(override(config, base), ours)  # what the command line says comes last

@@ -269,6 +269,12 @@ def test_a_misspelt_key_is_told_with_the_one_that_was_meant():
     found = config_from_trl({"loss_type": "dr_grpo", "generation_kwargs": {"top_a": 1}})
     assert found.table().loc["loss_type", "value"] == "ppo, dr_grpo"
     turns = config_from_verl(["actor_rollout_ref.rollout.multi_turn.enable=true"])
+    loss = config_from_trl({"loss_type": "vespo", "vespo_k_neg": 1}).config.update.loss
+    assert (loss.policy_loss, loss.options) == ("vespo", {"k_neg": 1})
+    clip = ["actor_rollout_ref.actor.grad_clip=1", "actor_rollout_ref.actor.optim.clip_grad=0.5"]
+    assert config_from_verl(clip).config.update.max_grad_norm == 0.5
+    with pytest.raises(ValueError, match="a value as in YAML; got 'data.x={a: b'"):
+        config_from_verl(["data.x={a: b"])
     assert all("this changes" in [*x.left.values()][0] for x in (found, turns))
 
 

@@ -33,8 +33,11 @@ _TRINITY_REASONS = (
     (r"buffer\.", "nothing here follows from it"),
     (r"explorer\.auxiliary_models", "a second model as judge: give a reward function"),
     (r"explorer\.", "engine that generates there"),
+    (r"algorithm\.", "a part of the method that is not read: what it changes is not done here"),
+    (r"(data_processor|service)", "no pipeline over data or a service here: prepare the file of tasks"),
+    (r"model\.", "how the model is read there: give a model or (model, tokenizer) as policy"),
     (r"trainer\.", "how work is split over devices"),
-    (r"(project|name|checkpoint_root_dir|group|mode$|monitor|log)", "names and folders of the other program: see run.dir"),
+    (r"(project|name|checkpoint_|group|mode$|monitor|log|ray_|continue_from|stages)", "names and folders of the other program: see run.dir"),
 )  # fmt: skip
 
 

@@ -18,19 +18,30 @@ _TRL_LOSSES = {  # loss_type: policy loss, aggregation
     "dr_grpo": ("ppo", "dr_grpo"), "cispo": ("cispo", "token_mean"), "sapo": ("sapo", "seq_mean_token_mean"),
     "luspo": ("ppo", "luspo"), "vespo": ("vespo", "token_mean"),
 }  # fmt: skip
+_TRL_OPTIONS = {  # loss_type: their names of its options
+    "sapo": {"sapo_temperature_pos": "tau_pos", "sapo_temperature_neg": "tau_neg"},
+    "vespo": {f"vespo_{k}": k for k in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+}
 _TRL_REASONS = (
-    (r"(use_vllm|vllm_|cache_implementation|use_transformers_paged|ds3_)", "where and how samples are generated; no effect on the method here"),
+    (r"(use_vllm|vllm_|cache_implementation|use_transformers|transformers_continuous|ds3_)", "where and how samples are generated; no effect on the method here"),
     (r"(gradient_checkpointing|attn_implementation|use_liger|bf16|fp16|tf32|torch_dtype|dtype|deepspeed|fsdp|ddp_|torch_)", "memory, speed or precision of the other program"),
-    (r"optim$", "AdamW here: another optimizer changes the method"),
-    (r"dataset_", "a hub data set: give tasks.train a file"),
+    (r"(sapo_|vespo_|lr_scheduler_kwargs)", "belongs to another loss_type or schedule"),
+    (r"(optim|adam_epsilon|label_smoothing|neftune|router_aux)", "no such setting here (AdamW with eps 1e-8): another value changes the method"),
+    (r"(sync_ref_model|ref_model_)", "the reference stays as it was: moving it changes the method"),
+    (r"(use_adaptive_entropy|entropy_)", "the entropy coefficient is constant here: adapting it changes the method"),
+    (r"max_tool_calling", "no tools here: this changes the method"),
+    (r"(model_init_kwargs|chat_template_kwargs|trust_remote_code|disable_dropout|cast_lm_head|load_in_|use_bnb|bnb_)", "how model and tokenizer are made: give (model, tokenizer) as policy; dropout is off here"),
+    (r"(data_seed|train_sampling)", "tasks are drawn from seed"),
+    (r"(dataset_|ignore_bias)", "a hub data set: give tasks.train a file"),
     (r"reward_funcs", "names of functions of that project, not in REWARDS: give rewards.functions"),
     (r"max_prompt_length", "prompts are never cut; no such setting (and none in TRL 1.16)"),
     (r"model_revision", "no revision of a hub model can be given"),
-    (r"lora_|use_peft", "use_peft is not set, so TRL trains all weights and never reads it"),
+    (r"lora_|use_(peft|rslora|dora)", "use_peft is not set, so TRL trains all weights and never reads it"),
     (r"(min_p|repetition_penalty|generation_kwargs)", "no such sampling option here: this changes what is sampled"),
     (r"(top_entropy_quantile|off_policy_mask_threshold)", "no such selection of tokens here: this changes the method"),
     (r"code_eval_", "option of a reward function of that project"),
-    (r"(push_to_hub|hub_|log|report_to|save_|eval_|do_eval|per_device_eval|output_dir|overwrite_|run_name|wandb_|callbacks|benchmarks|resume)", "hub, logging or evaluation of the other program: see run.dir, eval.every, checkpoint.every"),
+    (r"(dataloader_|use_cpu|accelerator|parallelism|average_tokens|activation_checkpointing|liger|use_cache|auto_find|full_determinism|local_rank|pad_to_multiple|label_names|length_column|remove_unused|debug|skip_memory|do_|prediction_loss)", "how the other program runs; no effect on the method here"),
+    (r"(push_to_hub|hub_|log|report_to|save_|eval_|do_eval|per_device_eval|output_dir|overwrite_|run_name|wandb_|callbacks|benchmarks|resume|disable_tqdm|project|trackio|include_|batch_eval|enable_jit|load_best|metric_for|greater_|ignore_data|restore_|num_generations_eval|num_completions)", "hub, logging or evaluation of the other program: see run.dir, eval.every, checkpoint.every"),
 )  # fmt: skip
 
 # %% ../../nbs/integrations/05_from_trl.ipynb #e38634e8
@@ -164,9 +175,8 @@ def _trl_loss(s: Settings) -> dict[str, Any]:
         bounds = {"update.loss.ratio_max": high}
         if high is None:
             s.left["epsilon_high"] = f"not set: TRL caps the ratio at epsilon={low:g}, ours at 5"
-    if loss in ("sapo", "vespo"):
-        signs = {"sapo_temperature_pos": "tau_pos", "sapo_temperature_neg": "tau_neg"}
-        found = {v: s.take(k, "update.loss.options") for k, v in signs.items() if loss == "sapo"}
+    if loss in _TRL_OPTIONS:
+        found = {v: s.take(k, "update.loss.options") for k, v in _TRL_OPTIONS[loss].items()}
         options = {k: v for k, v in found.items() if v is not None}
         bounds = {"update.loss.options": options} if options else {}
     length = s.take("max_completion_length", "policy.max_new_tokens", 256)

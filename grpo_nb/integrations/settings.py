@@ -111,7 +111,7 @@ def _of_kind(key: str, value: Any, default: Any) -> Any:
     if isinstance(default, (int, float)) and not isinstance(default, bool):
         count = isinstance(default, int) and default > 0
         found = check_number(key, value, 1 if count else -math.inf, whole=count)
-        return found if isinstance(value, str) else value
+        return found if isinstance(value, str) or isinstance(default, float) else value
     if default is not None and not isinstance(value, type(default)):
         raise ValueError(f"{key} must be {accepts(type(default))}, got {value!r}.")
     return value
@@ -181,8 +181,9 @@ def _optimizer_keys(s: Settings, at: str, clip: str, steps: int | None) -> dict[
     kinds = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "min_lr_ratio": 0.0}
     ours = {f"optimizer.{k}": s.take(f"{at}.{k}", f"optimizer.{k}", v) for k, v in kinds.items()}
     ours[key] = SCHEDULES[one_of("lr_scheduler_type", schedule, SCHEDULES)]
-    norm = s.take(clip, "update.max_grad_norm", 1.0)
-    return ours | {"optimizer.warmup": int(warmup), "update.max_grad_norm": norm}
+    key = "update.max_grad_norm"
+    norm = s.take(f"{at}.clip_grad", key, s.take(clip, key, 1.0))  # its newer place wins there, too
+    return ours | {"optimizer.warmup": int(warmup), key: norm}
 
 
 def only(value: Any) -> Any:
@@ -223,11 +224,16 @@ def _pairs(words: Sequence[str]) -> dict:
     "key=value words; a leading + is Hydra's."
     import yaml
 
-    pairs = [w.lstrip("+").partition("=") for w in words]
-    for word, (_, sign, _) in zip(words, pairs):
+    pairs = {}
+    for word in words:
+        key, sign, value = word.lstrip("+").partition("=")
+        try:
+            pairs[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            sign = ""
         if not sign:
-            raise ValueError(f"A setting is written key=value, got {word!r}.")
-    return {key: yaml.safe_load(value) for key, _, value in pairs}
+            raise ValueError(f"A setting is written key=value, a value as in YAML; got {word!r}.")
+    return pairs
 
 # %% ../../nbs/integrations/04_settings.ipynb #3563343d
 def _command_line(script: str) -> list[str]:

@@ -4,6 +4,8 @@ python tests/peers/inside_trl.py OUT.json
 ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 tests/peers/inside_trl.py
 """
 
+import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
 
 from grpo_nb.advantages import AdvantageConfig, compute_advantages
+from grpo_nb.integrations.from_trl import config_from_trl
 from grpo_nb.integrations.trl import GRPOTrainer
 from grpo_nb.lab.record import Run
 from grpo_nb.policies.tokens import TokenPolicy
@@ -178,7 +181,19 @@ def curves(steps=30):
     return found
 
 
+def settings():
+    "Every key of TRL's own configurations is read, or has a reason."
+    kinds = trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments
+    names = [f.name for kind in kinds for f in dataclasses.fields(kind) if f.init]
+    for name in names:
+        with contextlib.suppress(ValueError):  # "x" is none of the values
+            said = config_from_trl({name: "x"}).left.get(name, "")
+            assert not said.startswith("not a key"), name
+    print(f"{len(names)} keys of TRL's configurations are read or have a reason")
+
+
 def main():
+    settings()
     base, theirs, _ = run(trl.GRPOTrainer)
     ours, mine, _ = run(GRPOTrainer, advantage="grpo")
     worst = max((a - b).abs().max().item() for (a, _, _), (b, _, _) in zip(theirs, mine))

@@ -3,14 +3,17 @@
 RAY_AUTH_MODE=disabled VERL_USE_EXTERNAL_MODULES=grpo_nb.integrations.verl python tests/peers/inside_verl.py OUT.json
 """
 
+import contextlib
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import ray
 import torch
 import transfer_queue
 import verl
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl import DataProto
@@ -22,7 +25,9 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from grpo_nb.advantages import ADVANTAGES, AdvantageConfig, compute_advantages
+from grpo_nb.integrations.from_verl import config_from_verl
 from grpo_nb.integrations.verl import kept
+from grpo_nb.lab.frames import flat_keys
 from grpo_nb.selectors import make_selector
 
 
@@ -157,6 +162,19 @@ def sampler():
     return len(drawn)
 
 
+def settings():
+    "Every key of verl's default configuration is read, or has a reason."
+    folder = str(Path(verl.__file__).parent / "trainer/config")
+    with initialize_config_dir(config_dir=folder, version_base=None):
+        tree = OmegaConf.to_container(compose("ppo_trainer"), resolve=False)
+    flat = {k: "x" if v is None else v for k, v in flat_keys(tree).items()}
+    for name, value in flat.items():
+        with contextlib.suppress(ValueError):  # none of the values, or a reference to another key
+            said = config_from_verl({name: value}).left.get(name, "")
+            assert not said.startswith("not a key"), name
+    print(f"{len(flat)} keys of verl's configuration are read or have a reason")
+
+
 def main():
     names = [f"grpo_nb.{mode}" for mode in ADVANTAGES]
     assert all(n in ADV_ESTIMATOR_REGISTRY for n in names), "the plugin did not register"
@@ -194,6 +212,7 @@ def main():
         assert "did not fetch the reward components ['fmt']" in str(e)
     else:
         raise AssertionError("missing components were ignored")
+    settings()
     same = f"{losses()} losses equal verl's own in value and gradient"
     print(f"{same}; a sampler drew {sampler()} tasks")
     default_trainer()
