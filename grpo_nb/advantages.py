@@ -496,14 +496,19 @@ def spread_to_tokens(
 
 # %% ../nbs/method/01_advantages.ipynb #1e8df6af
 def _advantage_metrics(
-    r: GroupedRewards, values_NK: Tensor, names: Sequence[str], raw: GroupedRewards | None = None
+    r: GroupedRewards,
+    values_NK: Tensor,
+    names: Sequence[str],
+    raw: GroupedRewards | None = None,  # before scales and gates
+    each: GroupedRewards | None = None,  # the same with weights that leave no reward out
 ) -> dict:
-    "Where the signal is: rewards (`raw`: before scales and gates), constant and dead groups, the share of each component."
+    "Where the signal is: rewards, constant and dead groups, the share of each component."
     raw, a_NK = raw or r, torch.where(r.ok_NK, values_NK.double(), torch.nan)
     total, a = raw._batch_stats(raw.total_NK), r._batch_stats(a_NK)
     out = {"reward": total.mean, "reward_std": total.std}
+    each = raw if each is None else each
     for k, name in enumerate(names):
-        s = raw._batch_stats(raw.rewards_NRK[:, k])
+        s = each._batch_stats(each.rewards_NRK[:, k])
         out |= {f"rewards/{name}/mean": s.mean, f"rewards/{name}/std": s.std}
     out |= {"adv/abs_mean": r._batch_stats(a_NK.abs()).mean, "adv/std": a.std}
     out |= {"adv/min": a.min, "adv/max": a.max}
@@ -630,7 +635,8 @@ def compute_advantages(
     r = grouped_rewards(x, raw.groups, raw.weights_R, **batch)
     values = _run(c, x, group_N, r, batch, lengths_N)
     values_NK = values[:, None] if values.ndim == 1 else values
-    return Advantages(values, _advantage_metrics(r, values_NK, names, raw))
+    each = grouped_rewards(rewards, raw.groups, **batch)
+    return Advantages(values, _advantage_metrics(r, values_NK, names, raw, each))
 
 # %% ../nbs/method/01_advantages.ipynb #4bfcbd38
 def _run(

@@ -159,6 +159,7 @@ def _component_weights(rollout: Rollout, weights: Mapping[str, float] | None) ->
 _BEFORE_KL = ("token_level_scores",)
 _AFTER_KL = ("token_level_rewards", "token_level_scores")
 _TOTALS = {  # the token arrays that hold a total; without them it is the sum of the components
+    "reward": _BEFORE_KL,
     "seq_reward": _BEFORE_KL,
     "score": _BEFORE_KL,
     "seq_final_reward": _AFTER_KL,

@@ -26,7 +26,7 @@ from .advantages import _as_trained, _check_keys, _warn_cancelled_scales, weight
 from .collector import GroupCollector
 from .config import Count, Natural, NonNegative, Positive, check_number, config_tree
 from .config import configuration, given_keys, one_of, override, _check_options, _words
-from .core import Policy, Rollout, sample_in_shares, seeded
+from .core import Policy, Rollout, sample_in_shares, seeded, weighted_sum
 from .evaluate import EvalConfig, Scores, _parts, evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig, _check_metrics, _warn_of_shaping
 from .losses import aggregate, kl_penalty
@@ -253,8 +253,7 @@ def advantages(
     if names != rollout.reward_names:  # `reward` is logged without the KL
         own = rollout.rewards, rollout.group_N, rollout.reward_names, self.config.advantage
         plain = compute_advantages(*own, lengths_N=rollout.lengths_N).metrics
-        logged = ("reward", "reward_std", "frac_reward_zero_std")
-        metrics = metrics | {k: plain[k] for k in logged}
+        metrics |= {k: plain[k] for k in ("reward", "reward_std", "frac_reward_zero_std")}
     if values.shape[1:] == (1,) and "item" not in rollout.states:
         values = values[:, 0]
     if values.ndim == 2:
@@ -277,7 +276,8 @@ def _with_kl(self: GRPO, rollout: Rollout) -> tuple[Tensor, Sequence[str], Advan
     both, passes = (self.policy, self.reference), self.config.update.micro_tokens
     now_NS, ref_NS = (_rollout_logp(p, rollout, passes) for p in both)  # alike: no noise
     kl_N = kl_penalty(now_NS, ref_NS, "k1", rollout.mask_NS).sum(1)
-    kl_N = kl_N.where(rollout.taken_N, math.nan).to(rewards)
+    total_N = weighted_sum(rewards, self.weights if any(self.weights) else [1] * len(rewards[0]))
+    kl_N = kl_N.to(rewards).where(~total_N.isnan(), math.nan)  # where no reward applies: left out
     how = dataclasses.replace(how, weights=[*self.weights, coef])
     return torch.cat([rewards, -kl_N[:, None]], 1), (*rollout.reward_names, "kl"), how
 

@@ -59,6 +59,9 @@ def test_kl_in_the_reward_is_taken_off_before_the_advantage():
     torch.testing.assert_close(values, want, atol=1e-5, rtol=1e-5)
     same = make("rewards.kl_in_reward=0.5", "advantage.mode=gdpo", rewards={"one": lambda prompts: [1.0] * len(prompts)})  # fmt: skip
     assert same.step()["adv/max"] == 0 and same.reference is not None and make().reference is None
+    few = {"some": lambda completions: [None, 1.0, 0.8, 0.8] * (len(completions) // 4)}
+    half = make("rewards.kl_in_reward=0.5", "num_generations=4", rewards=few)
+    assert half.step()["adv/invalid_rows"] > 0 == half.last.advantages[0]
 
 
 def test_hanging_crashing_and_silent_rewards_do_not_stop_training():

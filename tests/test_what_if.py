@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pytest
 
 from grpo_nb.lab.record import Run
 from grpo_nb.lab.what_if import _read_samples, what_if
@@ -54,8 +55,10 @@ def test_a_run_is_seen_with_its_own_options_and_lengths(tmp_path):
     columns = {"group": [0] * 4, "prompt": ["p"] * 4, "completion": [""] * 4}
     columns |= {"rewards/a": [1.0, 0, 0, 0.5], "length": [1, 2, 3, 4], "advantage": [0.5, 0, 0, 0]}
     own = {"advantage": {"mode": "passk", "options": {"scale": "none"}}}
+    own["rewards"] = {"kl_in_reward": 0.1}
     with Run.create(tmp_path, own) as run:
         run.log_samples(1, columns)
-    seen = what_if(run, ["passk", "opo"]).samples
+    with pytest.warns(UserWarning, match="only stored advantages are with it"):
+        seen = what_if(run, ["passk", "opo"]).samples
     assert seen["passk"].tolist() == seen["stored"].tolist()
     np.testing.assert_allclose(seen["opo"], [0.7, -0.3, -0.3, 0.2], atol=1e-6)

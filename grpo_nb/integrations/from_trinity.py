@@ -20,7 +20,7 @@ from ..lab.frames import flat_keys
 # %% ../../nbs/integrations/05_from_trinity.ipynb #5295d142
 _TRINITY_LOSSES = {  # algorithm_type: policy loss, low, high, dual, aggregation, KL
     "grpo": ("ppo", 0.2, 0.2, 3.0, "token-mean", 0.001),
-    "dapo": ("ppo", 0.2, 0.28, 3.0, "token-mean", 0.0),
+    "dapo": ("ppo", 0.2, 0.2, 3.0, "token-mean", 0.0),
     "gspo": ("gspo", 3e-4, 4e-4, None, "seq-mean-token-mean", 0.001),
 }
 _TRINITY_REASONS = (
@@ -48,26 +48,30 @@ def config_from_trinity(
     "Trinity-RFT's settings as ours."
     s = Settings(_flat_lists(_settings_tree(settings)))
     prompts = s.take("buffer.batch_size", "train_batch_size", 1)
-    group = s.take("algorithm.repeat_times", "num_generations", 8)
+    group = s.take("algorithm.repeat_times", "num_generations", 1)
     per_update = s.take("buffer.train_batch_size", "update.minibatch_size", prompts * group)
     ours: dict[str, Any] = {"train_batch_size": prompts, "num_generations": group}
     ours |= _minibatch_keys(prompts * group, per_update, group)
     notes: list[str] = []
+    updates = -(-prompts * group // per_update)
     if (steps := s.take("buffer.total_steps", "steps")) is not None:
         ours["steps"] = steps
     else:
         epochs = s.take("buffer.total_epochs", "tasks.epochs", 1.0)
         steps = _length_keys(ours, epochs, num_tasks, notes)
+    if (last := s.take("trainer.total_steps", "steps")) is not None:  # of the optimizer
+        ours["steps"] = steps = min(ours["steps"], -(-last // updates))
     ours |= _trinity_optimizer(s, steps) | _trinity_loss(s)
-    ours |= _trinity_operators(s, notes) | _trinity_tasks(s)
     ours |= {"advantage.mode": "grpo", "advantage.eps": 1e-6}
+    ours |= {"advantage.singleton": "raw"} if group == 1 else {}
     ours |= {k: v for k, v in _trinity_rest(s).items() if v is not None}
+    ours |= _trinity_operators(s, notes) | _trinity_tasks(s)
+    ours["policy.top_k"] = max(ours["policy.top_k"], 0)  # -1: all
     lag = s.given.get("synchronizer.sync_interval")
     if isinstance(lag, int) and lag > 1:
         notes.append(
             f"sync_interval {lag}: there the sampler's weights are up to {lag} steps old, here never"
         )
-    updates = -(-prompts * group // per_update)
     return s.reading(ours, _TRINITY_REASONS, _batch_text(prompts, group, updates), notes)
 
 # %% ../../nbs/integrations/05_from_trinity.ipynb #d19d6720
@@ -99,7 +103,7 @@ _OPTIM = "algorithm.optimizer"
 
 
 def _trinity_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
-    ours = _optimizer_keys(s, _OPTIM, "trainer.grad_clip", steps)
+    ours = _optimizer_keys(s, _OPTIM, "trainer.grad_clip", steps, 0.01)
     inner = "trainer.trainer_config.actor_rollout_ref.actor.optim.lr"
     return ours | {"optimizer.lr": s.take(inner, "optimizer.lr", ours["optimizer.lr"])}  # it wins
 
@@ -118,15 +122,19 @@ def _trinity_loss(s: Settings) -> dict[str, Any]:
     }
     if dual is not None:
         clip["dual"] = s.take(f"{at}.clip_ratio_c", "update.loss.clip.dual", dual)
-    aggregation = s.take(f"{at}.loss_agg_mode", "update.loss.aggregation", aggregation)
+    key = "update.loss.aggregation"  # the newer place goes before the older one
+    aggregation = s.take(f"{at}.loss_agg_mode", key, aggregation)
+    aggregation = s.take("algorithm.loss_agg_mode", key, aggregation)
     ours = {"update.loss.policy_loss": loss, "update.loss.clip": clip}
     ours["update.loss.aggregation"] = aggregation.replace("-", "_")
     kind = s.take("algorithm.kl_loss_fn", "update.loss.kl_kind", "k2" if kl else "none")
     if kind != "none":
         coef = s.take("algorithm.kl_loss_fn_args.kl_coef", "update.loss.kl_coef", kl or 0.001)
-        kind = {"low_var_kl": "k3"}.get(kind, kind)
+        ours["update.loss.kl_importance"] = kind == "corrected_k3"
+        kind = {"low_var_kl": "k3", "corrected_k3": "k3"}.get(kind, kind)
         ours |= {"update.loss.kl_kind": kind, "update.loss.kl_coef": coef}
-    return ours
+    key = "update.loss.entropy_coef"
+    return ours | {key: s.take("algorithm.entropy_loss_fn_args.entropy_coef", key, 0.0)}
 
 # %% ../../nbs/integrations/05_from_trinity.ipynb #6e99d9d4
 def _trinity_operators(s: Settings, notes: list) -> dict[str, Any]:
@@ -181,8 +189,8 @@ def _trinity_tasks(s: Settings) -> dict[str, Any]:
             k: "tasks.tasksets" for k in s.given if k.startswith(tuple(f"{at}.{e}" for e in _ENTRY))
         }
         mine = {"policy.system_prompt": prompt}
-        for key, default in {"temperature": 1.0, "top_p": None, "top_k": None}.items():
-            ours = f"policy.{key}"
+        for ours, default in _trinity_sampling(s).items():
+            key = {"max_new_tokens": "max_tokens"}.get(name := ours.partition(".")[2], name)
             mine[ours] = s.take(f"{at}.rollout_args.{key}", ours, default)
         for ours, value in mine.items():
             if once.setdefault(ours, value) != value:
@@ -196,6 +204,15 @@ def _trinity_tasks(s: Settings) -> dict[str, Any]:
 def _trinity_rest(s: Settings) -> dict[str, Any]:
     theirs = {"policy.model": "model.model_path", "eval.every": "explorer.eval_interval"}
     theirs |= {"checkpoint.every": "trainer.save_interval", "seed": "seed"}
-    longest = s.take("model.max_response_tokens", "policy.max_new_tokens", 16384)
-    found = {ours: s.take(key, ours) for ours, key in theirs.items()}
-    return found | {"policy.max_new_tokens": longest}
+    return {ours: s.take(key, ours) for ours, key in theirs.items()} | _trinity_sampling(s)
+
+
+def _trinity_sampling(s: Settings) -> dict[str, Any]:
+    "How samples are drawn, unless a taskset says otherwise."
+    ours = "policy.max_new_tokens"
+    if (longest := s.take("model.max_response_tokens", ours)) is None:  # the model's length decides
+        whole = s.take("model.max_model_len", ours, 32768)
+        longest = whole - s.take("model.max_prompt_tokens", ours, whole // 2)
+    kinds = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    found = {f"policy.{k}": s.take(f"model.{k}", f"policy.{k}", v) for k, v in kinds.items()}
+    return found | {ours: longest}

@@ -179,7 +179,7 @@ def _trl_loss(s: Settings) -> dict[str, Any]:
         found = {v: s.take(k, "update.loss.options") for k, v in _TRL_OPTIONS[loss].items()}
         options = {k: v for k, v in found.items() if v is not None}
         bounds = {"update.loss.options": options} if options else {}
-    length = s.take("max_completion_length", "policy.max_new_tokens", 256)
+    length = s.take("max_completion_length", "policy.max_new_tokens", 512)
     level = s.take("importance_sampling_level", "update.loss.level", "token")
     masked = s.take("mask_truncated_completions", "update.mask_truncated", False)
     return bounds | {
@@ -195,7 +195,7 @@ def _trl_policy(s: Settings) -> dict[str, Any]:
     ours = {
         "policy.model": s.take("model_name_or_path", "policy.model"),
         "policy.system_prompt": s.take("system_prompt", "policy.system_prompt"),
-        "policy.max_new_tokens": s.take("max_completion_length", "policy.max_new_tokens", 256),
+        "policy.max_new_tokens": s.take("max_completion_length", "policy.max_new_tokens", 512),
         "policy.temperature": s.take("temperature", "policy.temperature", 1.0),
         "policy.top_p": s.take("top_p", "policy.top_p", 1.0),
         "policy.top_k": max(s.take("top_k", "policy.top_k", 0), 0),

@@ -72,6 +72,8 @@ def config_from_verl(
     s = Settings(_settings_tree(settings, overrides))
     ours, updates = _verl_batch(s)
     notes = []
+    if "algorithm.adv_estimator" not in s.given:
+        notes.append("algorithm.adv_estimator is not given: read as grpo, where verl's own is gae")
     if (steps := s.take("trainer.total_training_steps", "steps")) is not None:
         s.leave("total_training_steps is given and decides", "trainer.total_epochs")
         ours["steps"] = steps
@@ -164,7 +166,11 @@ def _verl_bounds(s: Settings, kind: str) -> dict[str, Any]:
     if {"clip", "ratio_min", "low"} & takes.keys():
         to = [f"update.loss.clip.{x}" if "clip" in takes else at for x in ("low", "high", "dual")]
         width = s.take(keys[0], to[0], 0.2)
-        low, high = s.take(keys[1], to[0], width), s.take(keys[2], to[1], width)
+        ends = [width if s.given.get(k, 0.2) is None else 0.2 for k in keys[1:3]]
+        low, high = s.take(keys[1], to[0], ends[0]), s.take(keys[2], to[1], ends[1])
+        if width not in (low, high):
+            s.taken.pop(keys[0], None)
+            s.leave("clip_ratio_low and _high decide in verl, which are 0.2 unless set", keys[0])
         top = s.take(keys[3], to[2], 3.0) if kind == "ppo" or "low" in takes else None
         if "clip" in takes:
             ours["update.loss.clip"] = {"low": low, "high": high, "dual": top}
@@ -172,7 +178,7 @@ def _verl_bounds(s: Settings, kind: str) -> dict[str, Any]:
             options |= {"ratio_min": 1 - low, "ratio_max": 1 + high}
         else:
             options |= {"low": low, "high": high, "ratio_max": top}
-    s.leave(f"{kind} does not read it in verl", *keys)
+    s.leave(f"{kind} does not read it in verl", *(k for k in keys if k not in s.left))
     return ours | {"update.loss.options": options}
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #a3b047a0
@@ -248,8 +254,8 @@ def _verl_filter(s: Settings, notes: list) -> dict[str, Any]:
             "data.gen_batch_size",
         )
         return {}
-    metric = s.take(f"{at}.metric", "filter_groups.metric")
-    if metric not in (None, "seq_reward", "seq_final_reward", "score"):
+    metric = s.take(f"{at}.metric", "filter_groups.metric", "reward")
+    if metric not in ("reward", "seq_reward", "seq_final_reward", "score"):
         notes.append(
             f"the filter looks at {metric!r}: a reward of that name, or a column that a reward returns"
         )
@@ -278,4 +284,5 @@ def _verl_advantage(s: Settings) -> dict[str, Any]:
     weights = dict.fromkeys(s.take(keys[0], at, []) if ours == "gdpo_verl" else (), 1.0)
     if weights:
         weights = {at: dict(zip(weights, s.take(keys[1], at, [*weights.values()]), strict=True))}
-    return {"advantage.mode": ours, "advantage.eps": 1e-6} | weights
+    alone = {"advantage.singleton": "raw"} if s.given.get(f"{_ROLLOUT}.n", 1) == 1 else {}
+    return {"advantage.mode": ours, "advantage.eps": 1e-6} | weights | alone

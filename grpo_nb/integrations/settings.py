@@ -165,8 +165,10 @@ def _length_keys(ours: dict, epochs: float, num_tasks: int | None, notes: list) 
 SCHEDULES = {"constant_with_warmup": "constant"} | {k: k for k in ("constant", "linear", "cosine")}
 
 
-def _optimizer_keys(s: Settings, at: str, clip: str, steps: int | None) -> dict[str, Any]:
-    "The optimizer as verl and Trinity write it, under `at`; `clip` is their key of the gradient's norm."
+def _optimizer_keys(
+    s: Settings, at: str, clip: str, steps: int | None, floor: float = 0.0
+) -> dict[str, Any]:
+    "The optimizer as verl and Trinity write it, under `at`; `clip` is the older key of the gradient's norm."
     warmup, key = s.take(f"{at}.lr_warmup_steps", "optimizer.warmup", -1), "optimizer.schedule"
     share_key = f"{at}.lr_warmup_steps_ratio"
     if warmup < 0:
@@ -178,7 +180,7 @@ def _optimizer_keys(s: Settings, at: str, clip: str, steps: int | None) -> dict[
                 "a share of the whole run: its steps are not known before the data are", share_key
             )
     schedule = s.take(f"{at}.lr_scheduler_type", key, s.take(f"{at}.warmup_style", key, "constant"))
-    kinds = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "min_lr_ratio": 0.0}
+    kinds = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "min_lr_ratio": floor}
     ours = {f"optimizer.{k}": s.take(f"{at}.{k}", f"optimizer.{k}", v) for k, v in kinds.items()}
     ours[key] = SCHEDULES[one_of("lr_scheduler_type", schedule, SCHEDULES)]
     key = "update.max_grad_norm"

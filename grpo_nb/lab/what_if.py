@@ -6,6 +6,7 @@
 __all__ = ['WhatIf', 'what_if']
 
 # %% ../../nbs/lab/03_what_if.ipynb #f1c30209
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +134,9 @@ def what_if(
     names = frame.attrs["components"]
     if isinstance(run, Run):  # how it weighed its rewards; of samples alone nothing is known
         own = dict(run.config.get("advantage") or {})
+        if dict(run.config.get("rewards") or {}).get("kl_in_reward"):
+            said = "The run took a KL off its rewards, which no sample holds: only stored advantages are with it."
+            warnings.warn(said, stacklevel=2)
     bare = lambda x: isinstance(x, str) or callable(x)  # weighed as in the run
     if not isinstance(arms, Mapping):
         arms = {getattr(m, "__name__", m): m for m in ([arms] if bare(arms) else arms)}
