@@ -212,7 +212,7 @@ def test_a_value_of_the_wrong_kind_is_one_line_that_names_key_and_value(library,
 ACTOR = "actor_rollout_ref.actor"
 VERL_LOSSES = {  # loss_mode -> what is read of it, with clip_ratio_high=0.28
     "vanilla": {"clip": Clip(0.2, 0.28, 3.0), "aggregation": "token_mean"},
-    "gspo": {"clip": Clip(0.2, 0.28), "aggregation": "seq_mean_token_mean"},
+    "gspo": {"clip": Clip(0.2, 0.28), "aggregation": "token_mean"},
     "geo_mean": {"clip": Clip(0.2, 0.28), "aggregation": "seq_mean_token_mean"},
     "cispo": {"options": {"ratio_min": 0.8, "ratio_max": 1.28}, "aggregation": "token_mean"},
     "dppo_tv": {"options": {"low": 0.2, "high": 0.28, "ratio_max": 3.0}},

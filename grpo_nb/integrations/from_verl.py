@@ -137,7 +137,7 @@ def _verl_loss(s: Settings) -> dict[str, Any]:
     kind = {"vanilla": "ppo"}.get(mode, mode)
     ours = {"update.loss.policy_loss": kind} | _verl_bounds(s, kind) | _verl_kl(s)
     key, fixed = f"{_ACTOR}.loss_agg_mode", "seq-mean-token-mean"
-    if kind in ("gspo", "sapo", "geo_mean") and s.given.get(key, "") != fixed:
+    if kind in ("sapo", "geo_mean") and s.given.get(key, "") != fixed:
         s.leave(f"{kind} has {fixed} in verl, whatever is set", key)
         mode = fixed
     else:

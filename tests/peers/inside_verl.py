@@ -68,7 +68,7 @@ def losses():
                 strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=4, clip_ratio_low=0.1, clip_ratio_high=0.28,
                 policy_loss=PolicyLossConfig(dro_beta=0.5 if ours == "dro" else None),
             )  # fmt: skip
-            for mode in MODES if ours not in ("geo_mean", "gspo") else ("seq-mean-token-mean",):
+            for mode in MODES if ours != "geo_mean" else ("seq-mean-token-mean",):
                 found = []
                 for name in (f"grpo_nb.{ours}", theirs):
                     logp = (old + step).requires_grad_()
