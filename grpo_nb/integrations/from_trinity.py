@@ -54,6 +54,10 @@ def config_from_trinity(
     ours |= _minibatch_keys(prompts * group, per_update, group)
     notes: list[str] = []
     updates = -(-prompts * group // per_update)
+    if "algorithm.algorithm_type" not in s.given:
+        notes.append(
+            "algorithm.algorithm_type is not given: read as grpo, where Trinity's own is ppo"
+        )
     if (steps := s.take("buffer.total_steps", "steps")) is not None:
         ours["steps"] = steps
     else:
@@ -62,7 +66,8 @@ def config_from_trinity(
     if (last := s.take("trainer.total_steps", "steps")) is not None:  # of the optimizer
         ours["steps"] = steps = min(ours["steps"], -(-last // updates))
     ours |= _trinity_optimizer(s, steps) | _trinity_loss(s)
-    ours |= {"advantage.mode": "grpo", "advantage.eps": 1e-6}
+    ours["advantage.mode"] = "grpo"
+    ours["advantage.eps"] = s.take("algorithm.advantage_fn_args.epsilon", "advantage.eps", 1e-6)
     ours |= {"advantage.singleton": "raw"} if group == 1 else {}
     ours |= {k: v for k, v in _trinity_rest(s).items() if v is not None}
     ours |= _trinity_operators(s, notes) | _trinity_tasks(s)
@@ -204,7 +209,13 @@ def _trinity_tasks(s: Settings) -> dict[str, Any]:
 def _trinity_rest(s: Settings) -> dict[str, Any]:
     theirs = {"policy.model": "model.model_path", "eval.every": "explorer.eval_interval"}
     theirs |= {"checkpoint.every": "trainer.save_interval", "seed": "seed"}
-    return {ours: s.take(key, ours) for ours, key in theirs.items()} | _trinity_sampling(s)
+    found = {ours: s.take(key, ours) for ours, key in theirs.items()} | _trinity_sampling(s)
+    if lora := _under(s, "model.lora_configs.0"):
+        names = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+        s.taken |= {f"model.lora_configs.0.{k}": "policy.lora" for k in names if k in lora}
+        given = {k: lora[k] for k in names[1:] if lora.get(k) is not None}
+        found["policy.lora"] = {"r": lora.get("lora_rank", 32), "lora_alpha": 32} | given
+    return found
 
 
 def _trinity_sampling(s: Settings) -> dict[str, Any]:

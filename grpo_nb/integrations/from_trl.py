@@ -67,7 +67,7 @@ def config_from_trl(
         notes.append(
             f"warmup_steps={warmup:g} are taken as rollouts: for as many optimizer steps set optimizer.warmup={round(warmup / updates)}"
         )
-    ours |= _trl_optimizer(s, steps) | _trl_loss(s) | _trl_policy(s)
+    ours |= _trl_optimizer(s, steps) | _trl_loss(s, notes) | _trl_policy(s)
     if not s.take("shuffle_dataset", "tasks.shuffle", True):
         ours["tasks.shuffle"] = False
     ours["advantage.mode"] = _trl_advantage(s)
@@ -160,7 +160,7 @@ def _trl_floor(s: Settings, schedule: str) -> float:
     )
 
 # %% ../../nbs/integrations/05_from_trl.ipynb #ff4079f4
-def _trl_loss(s: Settings) -> dict[str, Any]:
+def _trl_loss(s: Settings, notes: list) -> dict[str, Any]:
     "Policy loss, clip, aggregation and KL."
     kind = s.take("loss_type", "update.loss.policy_loss, update.loss.aggregation", "dapo")
     loss, aggregation = _TRL_LOSSES[one_of("loss_type", kind, _TRL_LOSSES)]
@@ -182,11 +182,16 @@ def _trl_loss(s: Settings) -> dict[str, Any]:
     length = s.take("max_completion_length", "policy.max_new_tokens", 512)
     level = s.take("importance_sampling_level", "update.loss.level", "token")
     masked = s.take("mask_truncated_completions", "update.mask_truncated", False)
+    entropy = s.take("entropy_coef", "update.loss.entropy_coef", 0.0)
+    if entropy and aggregation not in ("token_mean", "bnpo"):
+        notes.append(
+            f"entropy_coef: the bonus is averaged as the loss is ({aggregation}), TRL's over all tokens"
+        )
     return bounds | {
         "update.mask_truncated": masked, "update.loss.count_empty": masked and aggregation not in ("token_mean", "bnpo"),
         "update.loss.policy_loss": loss, "update.loss.aggregation": aggregation, "update.loss.max_length": length if aggregation == "dr_grpo" else None,
         "update.loss.level": level, "update.loss.kl_coef": kl, "update.loss.kl_importance": s.take("use_bias_correction_kl", "update.loss.kl_importance", True) and kl > 0,
-        "update.loss.entropy_coef": s.take("entropy_coef", "update.loss.entropy_coef", 0.0),
+        "update.loss.entropy_coef": entropy,
     }  # fmt: skip
 
 # %% ../../nbs/integrations/05_from_trl.ipynb #3da9b006
@@ -201,15 +206,14 @@ def _trl_policy(s: Settings) -> dict[str, Any]:
         "policy.top_k": max(s.take("top_k", "policy.top_k", 0), 0),
     }
     if s.take("use_peft", "policy.lora", False):
-        names = {
-            "lora_r": "r",
-            "lora_alpha": "lora_alpha",
-            "lora_dropout": "lora_dropout",
-            "lora_target_modules": "target_modules",
-            "lora_modules_to_save": "modules_to_save",
-            "use_rslora": "use_rslora",
-            "use_dora": "use_dora",
-        }
-        found = {name: s.take(key, "policy.lora") for key, name in names.items()}
-        ours["policy.lora"] = {k: only(v) for k, v in found.items() if v is not None}
+        at = "policy.lora"
+        found = {"r": s.take("lora_r", at, 16), "lora_alpha": s.take("lora_alpha", at, 32)}
+        if (dropout := s.given.get("lora_dropout", 0.05)) == 0:
+            s.take("lora_dropout", at)
+        else:
+            s.left["lora_dropout"] = f"{dropout} there, none here: what is trained is what samples"
+        for key in ("lora_modules_to_save", "use_rslora", "use_dora"):
+            if (value := s.take(key, at)) is not None:
+                found[key.removeprefix("lora_")] = value
+        ours[at] = found | {"target_modules": only(s.take("lora_target_modules", at))}
     return {k: v for k, v in ours.items() if v is not None}

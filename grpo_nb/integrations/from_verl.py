@@ -82,7 +82,7 @@ def config_from_verl(
             ours, s.take("trainer.total_epochs", "tasks.epochs", 30.0), num_tasks, notes
         )
     ours |= _optimizer_keys(s, f"{_ACTOR}.optim", f"{_ACTOR}.grad_clip", steps)
-    ours |= _verl_data(s) | _verl_loss(s) | _verl_policy(s)
+    ours |= _verl_data(s) | _verl_loss(s, notes) | _verl_policy(s)
     ours |= _verl_filter(s, notes) | _verl_advantage(s) | _verl_kl_in_reward(s) | _verl_overlong(s)
     batch = _batch_text(ours["train_batch_size"], ours["num_generations"], updates)
     return s.reading(ours, _VERL_REASONS, batch, notes)
@@ -130,7 +130,7 @@ def _verl_data(s: Settings) -> dict[str, Any]:
     return {k: v for k, v in ours.items() if v is not None}
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #71fe315f
-def _verl_loss(s: Settings) -> dict[str, Any]:
+def _verl_loss(s: Settings, notes: list) -> dict[str, Any]:
     "Policy loss, clip, aggregation and the KL of the loss."
     key = f"{_ACTOR}.policy_loss.loss_mode"
     mode = one_of(key, s.take(key, "update.loss.policy_loss", "vanilla"), POLICY_LOSSES)
@@ -139,6 +139,7 @@ def _verl_loss(s: Settings) -> dict[str, Any]:
     key, fixed = f"{_ACTOR}.loss_agg_mode", "seq-mean-token-mean"
     if kind in ("sapo", "geo_mean") and s.given.get(key, "") != fixed:
         s.leave(f"{kind} has {fixed} in verl, whatever is set", key)
+        notes.append(f"a KL term and an entropy bonus are averaged as {kind} is, {fixed}")
         mode = fixed
     else:
         mode = s.take(key, "update.loss.aggregation", "token-mean")
@@ -237,9 +238,8 @@ def _verl_policy(s: Settings) -> dict[str, Any]:
     if rank := s.take(f"{at}.lora_rank", "policy.lora", s.take(f"{lora}.rank", "policy.lora", 0)):
         names = ("lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
         new = {name: f"{lora}.{name.removeprefix('lora_')}" for name in names}
-        found = {
-            k: s.take(f"{at}.{k}", "policy.lora", s.take(new[k], "policy.lora")) for k in names
-        }
+        found = {k: s.take(f"{at}.{k}", "policy.lora") for k in names}
+        found |= {k: s.take(new[k], "policy.lora") for k, v in found.items() if v is None}
         ours["policy.lora"] = {"r": rank} | {k: v for k, v in found.items() if v is not None}
     return {k: v for k, v in ours.items() if v is not None}
 

@@ -4,13 +4,16 @@ python tests/peers/inside_trl.py OUT.json
 ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 tests/peers/inside_trl.py
 """
 
+import collections
 import contextlib
 import dataclasses
 import json
 import os
+import random
 import shutil
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import torch
@@ -24,6 +27,7 @@ from grpo_nb.advantages import AdvantageConfig, compute_advantages
 from grpo_nb.integrations.from_trl import config_from_trl
 from grpo_nb.integrations.trl import GRPOTrainer
 from grpo_nb.lab.record import Run
+from grpo_nb.losses import policy_loss
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.scheduler import TasksetScheduler
 from grpo_nb.tasks import Taskset, data_path
@@ -189,11 +193,85 @@ def settings():
         with contextlib.suppress(ValueError):  # "x" is none of the values
             said = config_from_trl({name: "x"}).left.get(name, "")
             assert not said.startswith("not a key"), name
-    print(f"{len(names)} keys of TRL's configurations are read or have a reason")
+    args = GRPOConfig(output_dir=str(FOLDER), use_cpu=True, bf16=False)
+    whole = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
+    whole.pop("generation_batch_size")  # which follows from others
+    default, spelt = (config_from_trl(x, num_tasks=1000).config for x in ({}, whole))
+    assert default == spelt, (default, spelt)
+    print(f"{len(names)} keys of TRL's configurations are read or have a reason; its defaults are")
+
+
+class Alone:
+    "One process, as TRL's loss asks for it."
+
+    num_processes, sync_gradients = 1, True
+    gather = gather_for_metrics = reduce = staticmethod(lambda x, reduction=None: x)
+
+
+def their_loss(args, logp, old, ref, advantage, mask, entropy):
+    "TRL's loss with these settings, of log-probs that are given."
+    on, high = types.SimpleNamespace(training=True), args.epsilon_high
+    self = types.SimpleNamespace(
+        **vars(args) | {"epsilon_low": args.epsilon, "epsilon_high": args.epsilon if high is None else high, "args": args},
+        aux_loss_enabled=False, model=on, accelerator=Alone, current_gradient_accumulation_steps=1,
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)), _entropy_bonus_enabled=args.entropy_coef != 0,
+        get_gamma_weights=trl.GRPOTrainer.get_gamma_weights, _get_per_token_logps_and_entropies=lambda *_, **__: (logp, entropy, None),
+    )  # fmt: skip
+    ids = {
+        k: mask.long() for k in ("completion_ids", "completion_mask", "prompt_ids", "prompt_mask")
+    }
+    given = {"advantages": advantage, "old_per_token_logps": old, "ref_per_token_logps": ref}
+    return trl.GRPOTrainer._compute_loss(
+        self, None, ids | given | {"num_items_in_batch": mask.sum()}
+    )
+
+
+def losses(count=600):
+    "Settings drawn at random, read as ours: our loss and its gradient are TRL's."
+    rng, g, compared = random.Random(0), torch.Generator().manual_seed(0), 0
+    kinds = {"grpo": {}, "bnpo": {}, "dr_grpo": {}, "dapo": {}, "cispo": {"epsilon_high": 5.0}, "luspo": {},
+             "sapo": {"sapo_temperature_pos": 0.7}, "vespo": {"vespo_k_pos": 1.5, "vespo_lambda_neg": 2.5}}  # fmt: skip
+    free = {"epsilon": 0.1, "epsilon_high": 1.5, "delta": 6.5, "beta": 0.3, "use_bias_correction_kl": False,
+            "importance_sampling_level": "sequence", "max_completion_length": 16, "entropy_coef": 0.1}  # fmt: skip
+    for kind in rng.choices([*kinds], k=count):
+        told = (
+            {k: v for k, v in free.items() if rng.random() < 0.4}
+            | kinds[kind]
+            | {"loss_type": kind}
+        )
+        if kind == "vespo":  # it averages the ratio itself
+            told.pop("importance_sampling_level", 0)
+        old = -torch.rand(12, 9, generator=g) - 0.1
+        step, to_ref = torch.randn(2, 12, 9, generator=g) * rng.choice([0.1, 1.0])
+        advantage = torch.randn(12, generator=g)
+        mask = torch.arange(9) < torch.randint(1, 10, (12, 1), generator=g)
+        read = config_from_trl(told)
+        if any("entropy_coef" in note for note in read.notes):
+            told.pop("entropy_coef")  # which is averaged otherwise, as the note says
+        ours = dataclasses.replace(
+            read.config.update.loss, entropy_coef=told.get("entropy_coef", 0)
+        )
+        args = GRPOConfig(output_dir=str(FOLDER), use_cpu=True, bf16=False, **told)
+        both, given = [], (advantage, mask)
+        for theirs in (True, False):
+            logp = (old + step).requires_grad_()
+            loss = (
+                their_loss(args, logp, old, old + to_ref, *given, -old)
+                if theirs
+                else policy_loss(logp, old, *given, ours, old + to_ref, entropy_NS=-old)[0]
+            )
+            both.append((loss.detach(), torch.autograd.grad(loss, logp)[0] * mask))
+        for a, b in zip(*both):
+            torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-9, msg=str(told))
+        compared += 1
+    print(f"{compared} losses of random settings equal TRL's in value and gradient")
 
 
 def main():
     settings()
+    torch.set_default_dtype(torch.float64)
+    losses()
+    torch.set_default_dtype(torch.float32)
     base, theirs, _ = run(trl.GRPOTrainer)
     ours, mine, _ = run(GRPOTrainer, advantage="grpo")
     worst = max((a - b).abs().max().item() for (a, _, _), (b, _, _) in zip(theirs, mine))

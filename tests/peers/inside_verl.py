@@ -5,6 +5,7 @@ RAY_AUTH_MODE=disabled VERL_USE_EXTERNAL_MODULES=grpo_nb.integrations.verl pytho
 
 import contextlib
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -18,7 +19,12 @@ from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl import DataProto
 from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_policy_loss_fn
+from verl.trainer.ppo.core_algos import (
+    ADV_ESTIMATOR_REGISTRY,
+    agg_loss,
+    get_policy_loss_fn,
+    kl_penalty,
+)
 from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -28,6 +34,7 @@ from grpo_nb.advantages import ADVANTAGES, AdvantageConfig, compute_advantages
 from grpo_nb.integrations.from_verl import config_from_verl
 from grpo_nb.integrations.verl import kept
 from grpo_nb.lab.frames import flat_keys
+from grpo_nb.losses import policy_loss
 from grpo_nb.selectors import make_selector
 
 
@@ -82,6 +89,62 @@ def losses():
                     torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5, msg=f"{ours} {mode}")
                 compared += 1
     return compared
+
+
+def losses_of_settings(count=600):
+    "Settings drawn at random, read as ours: our loss and its gradient, with entropy and KL, are verl's."
+    rng, at = random.Random(0), "actor_rollout_ref.actor."
+    kinds = {
+        "vanilla": {},
+        "gspo": {},
+        "sapo": {"tau_pos": 0.8},
+        "cispo": {},
+        "geo_mean": {},
+        "gpg": {},
+        "dppo_tv": {},
+        "dro": {},
+    }
+    free = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28, "clip_ratio_c": 5.0, "loss_scale_factor": 50, "entropy_coeff": 0.1}  # fmt: skip
+    for kind in rng.choices([*kinds], k=count):
+        told = {k: v for k, v in free.items() if rng.random() < 0.4} | kinds[kind]
+        told["loss_agg_mode"] = MODES[2] if kind in ("sapo", "geo_mean") else rng.choice(MODES)
+        kl = rng.choice(["", "kl", "abs", "mse", "low_var_kl", "k3+"])
+        told |= {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": kl} if kl else {}
+        loss = {"loss_mode": kind} | ({"dro_beta": 0.5} if kind == "dro" else {})
+        old = -torch.rand(12, 9) - 0.1
+        step, ref, advantage = (
+            0.3 * torch.randn(12, 9),
+            old + 0.2 * torch.randn(12, 9),
+            torch.randn(12),
+        )
+        mask = torch.arange(9) < torch.randint(1, 10, (12, 1))
+        given = {at + k: v for k, v in told.items()} | {
+            f"{at}policy_loss.{k}": v for k, v in loss.items()
+        }
+        ours = config_from_verl(given | {"data.max_response_length": 9}).config.update.loss
+        clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2} | told
+        theirs = ActorConfig(
+            strategy="fsdp",
+            rollout_n=4,
+            ppo_micro_batch_size_per_gpu=4,
+            policy_loss=PolicyLossConfig(**loss),
+            **clip,
+        )
+        theirs.global_batch_info["loss_scale_factor"] = theirs.loss_scale_factor
+        logp, again = ((old + step).requires_grad_() for _ in range(2))
+        rest = advantage[:, None].expand(12, 9), mask, theirs.loss_agg_mode, theirs
+        want, _ = get_policy_loss_fn(kind)(old, logp, *rest)
+        terms = [(-old, -theirs.entropy_coeff)]
+        terms += [(kl_penalty(logp, ref, kl), theirs.kl_loss_coef)] if kl else []
+        for x, weight in terms:
+            want = want + weight * agg_loss(
+                x, mask, theirs.loss_agg_mode, **theirs.global_batch_info
+            )
+        got, _ = policy_loss(again, old, advantage, mask, ours, ref, entropy_NS=-old)
+        grads = [torch.autograd.grad(a, x)[0] * mask for a, x in ((want, logp), (got, again))]
+        for a, b in ((want.detach(), got.detach()), grads):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5, msg=str(given))
+    print(f"{count} losses of random settings equal verl's in value and gradient")
 
 
 def default_trainer():
@@ -162,6 +225,9 @@ def sampler():
     return len(drawn)
 
 
+_MODEL = "actor_rollout_ref.model.path"
+
+
 def settings():
     "Every key of verl's default configuration is read, or has a reason."
     folder = str(Path(verl.__file__).parent / "trainer/config")
@@ -172,7 +238,12 @@ def settings():
         with contextlib.suppress(ValueError):  # none of the values, or a reference to another key
             said = config_from_verl({name: value}).left.get(name, "")
             assert not said.startswith("not a key"), name
-    print(f"{len(flat)} keys of verl's configuration are read or have a reason")
+    chosen = {"algorithm.adv_estimator": "grpo"}
+    here = [k for k in flat if k.endswith(("_files", "image_key")) or k == _MODEL]  # of its machine
+    whole = {k: v for k, v in flat.items() if v != "x" and "${" not in str(v) and k not in here}
+    default, spelt = (config_from_verl(x | chosen, num_tasks=9000).config for x in ({}, whole))
+    assert default == spelt, (default, spelt)
+    print(f"{len(flat)} keys of verl's configuration are read or have a reason; its defaults are")
 
 
 def main():
@@ -213,6 +284,7 @@ def main():
     else:
         raise AssertionError("missing components were ignored")
     settings()
+    losses_of_settings()
     same = f"{losses()} losses equal verl's own in value and gradient"
     print(f"{same}; a sampler drew {sampler()} tasks")
     default_trainer()
