@@ -5,6 +5,7 @@ the modules. A reader with Quarto can run `nbdev_docs` on the same sources inste
 """
 
 import html
+import importlib
 import inspect
 import json
 import os
@@ -48,7 +49,9 @@ def main():
     two_modes = "theme: {light: cosmo, dark: darkly}"
     options.write_text(options.read_text().replace("theme: cosmo", two_modes))
     docments.signature = signature
-    serve.IN_NOTEBOOK = True  # workers are forks, with the line above
+    for name in ("grpo_nb.all", "peft", "scipy.stats", "matplotlib.pyplot"):
+        importlib.import_module(name)  # once, not in each worker
+    serve.IN_NOTEBOOK = True  # workers are forks, with the lines above
     proc = Path(serve.proc_nbs("nbs", n_workers=2, force=True))
     sidebar = (proc / "sidebar.yml").read_text(encoding="utf-8")
     for nb in sorted(proc.rglob("*.ipynb")):

@@ -1,14 +1,16 @@
 "Is a run that was stopped and resumed the same as one that never was, bit for bit?"
 
 import functools
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from grpo_nb.files import leaves, read_jsonl
+from grpo_nb.files import leaves, pack, read_jsonl, unpack
 from grpo_nb.processes import of_first
+from grpo_nb.tasks import Task
 from grpo_nb.trainer import GRPO
 
 
@@ -30,8 +32,15 @@ def state_differences(a, b, where=""):
 def _bits(value):
     if not isinstance(value, (torch.Tensor, np.ndarray)):
         return type(value), repr(value)
-    x = torch.as_tensor(value).detach().cpu().contiguous()
+    x = torch.as_tensor(value).detach().cpu().clone(memory_format=torch.contiguous_format)
     return type(value), x.dtype, x.shape, x.flatten().view(torch.uint8).numpy().tobytes()
+
+
+def through_a_checkpoint(state):
+    "What is read of a state that was written: tensors and arrays keep their bytes, all else goes through JSON."
+    tensors = {}
+    text = json.dumps(pack(state, "_", tensors))
+    return unpack(json.loads(text), tensors, Task)
 
 
 def row_differences(*folders):

@@ -1,15 +1,14 @@
 "Scheduler, selectors and filter groups together: a run killed at any point continues as if nothing had happened."
 
 import json
-import pickle
 
 import numpy as np
 import pytest
 import torch
+from resumed import state_differences, through_a_checkpoint
 
 from grpo_nb.all import GroupCollector, Rollout, Task, TasksetScheduler, data_path
 from grpo_nb.cli import main
-from grpo_nb.files import pack, unpack
 from grpo_nb.filter_groups import FilterGroupsConfig
 from grpo_nb.lab.record import Run as LoggedRun
 from grpo_nb.selectors import SELECTORS, TaskSelectorConfig
@@ -69,18 +68,15 @@ class Run:
         self.collector = GroupCollector(config, BATCH, SAMPLES)
         self.skill, self.rng, self.stream = -1.0, np.random.default_rng(5), []
         if state is not None:
-            state = pickle.loads(state)
             self.scheduler.load_state_dict(state["scheduler"])
-            tensors = {k: torch.from_numpy(x) for k, x in state["tensors"].items()}
-            self.collector.load_state_dict(unpack(state["collector"], tensors, Task))
+            self.collector.load_state_dict(state["collector"])
             self.skill, self.rng.bit_generator.state = state["skill"], state["rng"]
 
     def save(self):
-        "All of it, as bytes in a file."
-        state = {"scheduler": self.scheduler.state_dict(), "tensors": {}}
-        state["collector"] = pack(self.collector.state_dict(), "_", state["tensors"])
-        state["tensors"] = {k: t.numpy() for k, t in state["tensors"].items()}  # pickles faster
-        return pickle.dumps(state | {"skill": self.skill, "rng": self.rng.bit_generator.state})
+        "All of it, as a file holds it."
+        state = {k: getattr(self, k).state_dict() for k in ("scheduler", "collector")}
+        state |= {"skill": self.skill, "rng": self.rng.bit_generator.state}
+        return through_a_checkpoint(state)
 
     def event(self):
         "One generation batch, or the end of a step: the points at which a run may be killed."
@@ -109,15 +105,6 @@ class Run:
         return sum(kind == "step" for kind, _ in self.stream)
 
 
-def canonical(state, path=""):
-    "A state as bytes: names, scalars and the bytes of arrays."
-    if isinstance(state, dict):
-        return b"".join(canonical(v, f"{path}/{k}") for k, v in state.items())
-    if isinstance(state, np.ndarray):
-        return f"{path} {state.dtype} {state.shape} ".encode() + state.tobytes()
-    return f"{path} {state!r}\n".encode()
-
-
 @pytest.mark.parametrize("label", RUNS)
 def test_killed_at_every_point_and_resumed(label):
     whole, states = Run(label), []
@@ -133,14 +120,14 @@ def test_killed_at_every_point_and_resumed(label):
         run.event()
         assert run.stream == [event], k
         state = run.save()
-        assert canonical(pickle.loads(state)) == canonical(pickle.loads(states[k + 1])), k
+        assert not state_differences(state, states[k + 1]), k
     # and processes that go on to the end after one resume
     for k in (len(states) // 3, 3 * len(states) // 4):
         run = Run(label, states[k])
         while run.steps + sum(kind == "step" for kind, _ in whole.stream[:k]) < STEPS:
             run.event()
         assert run.stream == whole.stream[k:]
-        assert canonical(pickle.loads(run.save())) == canonical(pickle.loads(states[-1]))
+        assert not state_differences(run.save(), states[-1])
     # batches of different sizes, dropped groups and a kill inside a step did occur
     sizes = {len(tasks) for kind, tasks in whole.stream if kind == "read"}
     assert len(sizes) > 2 and whole.collector.gen_steps > 1.3 * STEPS

@@ -8,6 +8,7 @@ import json
 import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,7 @@ from grpo_nb.advantages import compute_advantages, gdpo, grpo, opo
 from grpo_nb.all import GRPO, DiffusionPolicy, GroupCollector, RewardRunner, TokenPolicy
 from grpo_nb.cli import _open_block, _parse
 from grpo_nb.config import given_keys
+from grpo_nb.core import sample_in_shares
 from grpo_nb.difficulty import PassRateEstimator
 from grpo_nb.evaluate import evaluate
 from grpo_nb.filter_groups import expected_gen_batches
@@ -556,6 +558,11 @@ BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8,
         (lambda p: opo(torch.ones(2), [0, 0], lengths_N=[1]), "tokens of each of 2 responses"),
         (lambda p: PassRateEstimator(2, np.ones(3), np.ones(3)), "one for each of 2 tasks"),
         (lambda p: PassRateEstimator(2, np.ones(2)), "Give weaker and stronger"),
+        (lambda p: PassRateEstimator(4, rho=0).update([4], [0.5]), "0..3"),
+        (lambda p: PassRateEstimator(4, rho=0).update([0.5], [0.5]), "integers"),
+        (lambda p: PassRateEstimator(4, rho=0).update([0, 1], [0.5]), "one value per index"),
+        (lambda p: PassRateEstimator(4, rho=0).update([0], [0.5], [0]), "positive"),
+        (lambda p: sample_in_shares(MagicMock(sample=lambda *given: (1, 2)), [0], 2, p), "MagicMock.sample must return a Rollout, got"),
         (lambda p: TasksetScheduler([ROWS], 2, total_epochs=-1), "total_epochs must be >= 0"),
         (lambda p: GroupCollector({}, "two"), "train_batch_size must be a whole number"),
         (lambda p: evaluate(p, ROWS, RIGHT, {"limit": 1.5}), "limit must be a whole number"),

@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import cases, wanted
+from resumed import through_a_checkpoint
 
 from grpo_nb.collector import FilterCapError, GroupCollector
 from grpo_nb.config import build_config
 from grpo_nb.core import Groups, Rollout
-from grpo_nb.files import pack, unpack
+from grpo_nb.files import pack
 from grpo_nb.filter_groups import FilterGroupsConfig, UnknownFilterMetric, decide, keep_groups
 from grpo_nb.filter_groups import resolve_metric
 from grpo_nb.lab.logs import format_summary, parse_filter_logs
@@ -287,9 +288,8 @@ def test_rollout_state_of_all_kinds():
         info=info | {"u8": np.arange(2, dtype=np.uint8)},
     )
     c = GroupCollector(FilterGroupsConfig(**QUIET), 4)
-    c.carried, tensors = [r], {}
-    text = json.dumps(pack(c.state_dict(), "_", tensors))
-    c.load_state_dict(unpack(json.loads(text), tensors, Task))
+    c.carried = [r]
+    c.load_state_dict(through_a_checkpoint(c.state_dict()))
     back = c.carried[0]
     assert back.tasks == [task, task] and back.tasks[0] is back.tasks[1]
     assert torch.equal(back.old_logp_NS.isnan(), r.old_logp_NS.isnan())

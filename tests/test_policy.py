@@ -147,7 +147,7 @@ def test_fast_decoder_is_used_where_it_fits(policy):
 
 
 def test_a_lora_run_resumes_with_the_same_bytes(tmp_path):
-    more = ["policy.lora={r: 2, modules_to_save: [norm]}", "run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "train_batch_size=4"]  # fmt: skip
+    more = ["policy.lora={r: 2, modules_to_save: [norm]}", "run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "train_batch_size=4", "tasks.train=data:tasks/middle_dev.jsonl"]  # fmt: skip
     make = lambda d: GRPO.from_config(load_config(None, [*more, f"run.dir={d}"]))
     where = check_resume(make, 3, tmp_path, cuts=[1])
     (newest, *_) = (where / "checkpoints").glob("step_*")

@@ -16,7 +16,7 @@ from grpo_nb.lab.record import Run
 from grpo_nb.tasks import data_path
 
 RECIPE = str(data_path("recipes/quickstart.yaml"))
-SMALL = ["train_batch_size=4", "num_generations=4", "eval.limit=2", "eval.samples=1", "checkpoint.every=1", "threads=1"]  # fmt: skip
+SMALL = ["train_batch_size=4", "num_generations=4", "eval.limit=2", "eval.samples=1", "checkpoint.every=1", "threads=1", "tasks.train=data:tasks/middle_dev.jsonl"]  # fmt: skip
 OURS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR")
 ENV = {k: v for k, v in os.environ.items() if k not in OURS}
 ENV |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

@@ -110,7 +110,7 @@ URL = "https://user:pw@host"
 JUDGE = {"reward": "needs_secrets", "api_key": KEY, "secret_word": WORD, "judge": {"url": URL}}
 OPTIONS = {"rewards.functions": {"judge": JUDGE}}
 SMALL = {"steps": 2, "train_batch_size": 2, "num_generations": 2, "policy.max_new_tokens": 4}
-SMALL |= {"run.progress": False, "eval.every": 0}
+SMALL |= {"run.progress": False, "eval.every": 0, "tasks.train": "data:tasks/middle_dev.jsonl"}
 
 
 def small_config(**more):

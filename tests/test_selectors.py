@@ -1,6 +1,5 @@
 "Selectors and the pass-rate estimator: records of Trinity-RFT, defects known in public, exact resume, statistics."
 
-import json
 import pickle
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import agree, cases, wanted
+from resumed import through_a_checkpoint
 
 from grpo_nb.difficulty import PassRateEstimator
 from grpo_nb.selectors import TaskSelectorConfig, easy_to_hard, make_selector, nearest
@@ -166,18 +166,6 @@ def test_estimator_equals_a_loop_over_tasks(seed, lamb, rho):
         assert np.allclose(est.posterior(), (alpha, beta), rtol=1e-12, atol=1e-12)
 
 
-def test_feedback_that_does_not_fit_is_refused():
-    est = PassRateEstimator(4, rho=0)
-    for feedback, message in (
-        (([4], [0.5]), "0..3"),
-        (([0.5], [0.5]), "integers"),
-        (([0, 1], [0.5]), "one value per index"),
-        (([0], [0.5], [0]), "positive"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            est.update(*feedback)
-
-
 def test_features_may_be_memory_mapped_and_are_not_copied(tmp_path):
     rng = np.random.default_rng(0)
     for k in "ab":
@@ -268,13 +256,6 @@ def step(s, t):
         if t % 4:
             s.update(idx, values, rng.integers(1, 17, len(idx)))
     return rows
-
-
-def through_a_checkpoint(state):
-    "Arrays keep their bytes, everything else goes through JSON: a state holds nothing else."
-    if isinstance(state, dict):
-        return {k: through_a_checkpoint(v) for k, v in state.items()}
-    return state.copy() if isinstance(state, np.ndarray) else json.loads(json.dumps(state))
 
 
 @pytest.mark.parametrize("label", list(RESUMED))

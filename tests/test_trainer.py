@@ -142,14 +142,6 @@ def test_every_number_of_the_configuration_has_a_range_and_a_meaning():
     assert [r["key"] for r in rows if r["accepts"] in plain or not r["meaning"]] == []
 
 
-def test_the_options_of_a_single_step_come_before_the_configuration():
-    options = ("steps=1", "optimizer.lr=1e-3", "optimizer.warmup=0")
-    row = make(*options).step(num_epochs=4)
-    assert row["updates_per_rollout"] == 4 and row["ratio/max"] > 1.01
-    row = make(*options).step(num_epochs=4, kl_threshold=1e-6)
-    assert row["updates_per_rollout"] == 1 and row["upd/stopped"] == 1
-
-
 def test_a_callback_that_would_never_be_called_is_refused_before_anything_is_loaded():
     config = load_config(None, ["policy.model=never/loaded"])
     with pytest.raises(ValueError, match="nothing would call"):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_processes import Table
 
-from grpo_nb.core import sample_in_shares, seeded
+from grpo_nb.core import seeded
 from grpo_nb.losses import POLICY_LOSSES, LossConfig
 from grpo_nb.tasks import Task
 from grpo_nb.update import KLStop, UpdateConfig, update
@@ -184,11 +184,3 @@ def test_log_probs_of_another_shape_or_without_gradients_are_refused(logp, messa
     policy.logp = lambda rollout: logp(own(rollout))
     with pytest.raises(ValueError, match=message):
         update(policy, r, adv, torch.optim.SGD(policy.parameters(), 0.1), UpdateConfig())
-
-
-def test_a_policy_that_samples_no_rollout_is_refused():
-    policy = Table()
-    for found in (None, (1, 2)):
-        policy.sample = lambda *given, found=found: found
-        with pytest.raises(ValueError, match="Table.sample must return a Rollout, got"):
-            sample_in_shares(policy, [0], 2, seeded(0))

@@ -1,15 +1,13 @@
 """Ready rewards: what is a right answer, and that no text of a model is ever executed."""
 
 import json
-import os
 import resource
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -206,14 +204,12 @@ print('refused', *refused)
 """
 
 
-def test_no_text_of_a_model_is_evaluated_and_nonsense_earns_nothing():
+def test_no_text_of_a_model_is_evaluated_and_nonsense_earns_nothing(tmp_path):
     pytest.importorskip("reasoning_gym")
     refused = "binary_matrix bitwise_arithmetic intermediate_integration n_queens number_sorting "
     refused += "polynomial_multiplication simple_integration spiral_matrix string_insertion"
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-c", ATTACKS]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.stdout.rpartition("refused")[2].split() == refused.split(), done.stderr[-2000:]
+    said = forked.run(tmp_path / "out", exec, ATTACKS, {})
+    assert said.rpartition("refused")[2].split() == refused.split(), said[-2000:]
 
 
 def test_an_answer_that_a_scorer_cannot_read_gives_zero():

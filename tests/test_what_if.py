@@ -12,13 +12,10 @@ from grpo_nb.lab.what_if import _read_samples, what_if
 RECORDED = Path(__file__).parent / "recorded"
 
 
-def test_trl_advantages_are_found_again_from_its_rewards():
+def test_trl_advantages_are_found_again_and_a_rollout_that_it_trains_twice_counts_once():
     seen = what_if(RECORDED / "trl", ["grpo"])
     assert seen.components == ["right", "short"] and seen.samples["short"].isna().any()
     np.testing.assert_allclose(seen.samples["grpo"], seen.samples["stored"], atol=1e-6)
-
-
-def test_a_rollout_that_trl_trains_twice_counts_once():
     frame = _read_samples(RECORDED / "trl")
     assert frame["step"].unique().tolist() == [1, 3, 5, 6]  # 6 holds the samples of an evaluation
     assert frame.groupby("group").size().tolist() == [8] * 16
@@ -41,23 +38,22 @@ def test_components_that_a_table_lacks_and_rewards_that_are_all_none(tmp_path):
     assert np.isfinite(seen.samples[["grpo", "gdpo"]]).all(axis=None)
 
 
-def test_a_run_is_seen_with_its_own_weights(tmp_path):
-    parts = {"rewards/a": [1.0, 0, 0, 1], "rewards/size": [0.0, 6, 2, 1], "advantage": [0.0] * 4}
-    with Run.create(tmp_path, {"advantage": {"weights": {"a": 2.0, "size": 0.0}}}) as run:
-        run.log_samples(1, {"group": [0] * 4, "prompt": ["p"] * 4, "completion": [""] * 4} | parts)
-    for source in (run, tmp_path):
+def test_a_run_is_seen_with_its_own_weights_options_and_lengths(tmp_path):
+    def logged(folder, columns, **config):
+        each = {"group": [0] * 4, "prompt": ["p"] * 4, "completion": [""] * 4}
+        with Run.create(folder, config) as run:
+            run.log_samples(1, each | columns)
+        return run
+
+    rewards = {"rewards/a": [1.0, 0, 0, 1], "rewards/size": [0.0, 6, 2, 1], "advantage": [0.0] * 4}
+    run = logged(tmp_path / "a", rewards, advantage={"weights": {"a": 2.0, "size": 0.0}})
+    for source in (run, tmp_path / "a"):
         seen = what_if(source, ["grpo"]).samples
         np.testing.assert_allclose(seen["grpo"], [0.866, -0.866, -0.866, 0.866], atol=1e-3)
         assert seen["reward"].tolist() == [2, 0, 0, 2]
-
-
-def test_a_run_is_seen_with_its_own_options_and_lengths(tmp_path):
-    columns = {"group": [0] * 4, "prompt": ["p"] * 4, "completion": [""] * 4}
-    columns |= {"rewards/a": [1.0, 0, 0, 0.5], "length": [1, 2, 3, 4], "advantage": [0.5, 0, 0, 0]}
-    own = {"advantage": {"mode": "passk", "options": {"scale": "none"}}}
-    own["rewards"] = {"kl_in_reward": 0.1}
-    with Run.create(tmp_path, own) as run:
-        run.log_samples(1, columns)
+    rewards = {"rewards/a": [1.0, 0, 0, 0.5], "length": [1, 2, 3, 4], "advantage": [0.5, 0, 0, 0]}
+    own = {"mode": "passk", "options": {"scale": "none"}}
+    run = logged(tmp_path / "b", rewards, advantage=own, rewards={"kl_in_reward": 0.1})
     with pytest.warns(UserWarning, match="only stored advantages are with it"):
         seen = what_if(run, ["passk", "opo"]).samples
     assert seen["passk"].tolist() == seen["stored"].tolist()

@@ -429,9 +429,9 @@ def encode_all(self: TokenPolicy, prompts: list) -> list[list[int]]:
     texts = [p if x else self._templated(p) for p, x in zip(prompts, plain)]
     if odd := [x for x in texts if re.search("[\ud800-\udfff]", x)]:
         raise ValueError(f"Half a character (a lone surrogate) in the prompt {odd[0]!r:.60}.")
-    bare, full = (
-        self.tokenizer(texts, add_special_tokens=x, verbose=False).input_ids for x in (False, True)
-    )
+    bare = self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+    adds = self.tokenizer.num_special_tokens_to_add() > 0
+    full = self.tokenizer(texts, verbose=False).input_ids if adds else bare
     found = [_begun(*both) if x else both[0] for *both, x in zip(bare, full, plain)]
     for prompt, ids in zip(prompts, found):
         self._check_ids(prompt, ids)
