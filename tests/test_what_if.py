@@ -26,6 +26,9 @@ def test_groups_of_verl_are_neighbours_with_equal_prompts():
     assert frame.attrs["components"] == ["acc", "length"]
     assert set(frame.groupby("group").size()) == {4}
     assert (frame.groupby("group")["prompt"].nunique() == 1).all()
+    ids = [f"a{k % 2}_{k}_0" for k in range(len(frame))]  # of newer dumps
+    newer = _read_samples(frame.drop(columns="group").assign(step=1, uid=ids))
+    assert (newer["group"] == np.arange(len(frame)) % 2).all()
 
 
 def test_components_that_a_table_lacks_and_rewards_that_are_all_none(tmp_path):

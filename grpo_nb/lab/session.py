@@ -441,8 +441,8 @@ def _check_same_parts(told: Mapping, trainer: GRPO, given: Sequence[str]) -> Non
         before, after = stored.get(part), now[part]
         if isinstance(after, Mapping):
             before, after = (before or {}).get(what), after.get(what)
-        if before in (None, after):
-            continue
+        if before in (None, after) or what == "selectors" and len(before) != len(after):
+            continue  # another kind of stream is refused by its state
         keys = ("eval_tasks", "tasks.eval") if part == "eval_tasks" else (part,)
         meant = any(f"{key}.".startswith(f"{k}.") for key in given for k in keys)
         if meant or what == "selectors":

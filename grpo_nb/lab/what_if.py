@@ -44,6 +44,9 @@ def _read_samples(source: Any):  # DataFrame: step, group, prompt, completion, r
     if not found:
         raise ValueError(f"No column of the samples is a reward; there are {list(frame)}.")
     frame[found] = frame[found].astype(float)
+    if "uid" in frame and "group" not in frame:  # verl's: TASK_SAMPLE_OUTPUT, or of the task alone
+        uid = frame["uid"].map(str).str.replace(r"_\d+_\d+$", "", regex=True)
+        frame = frame.assign(group=uid) if uid.duplicated().any() else frame
     if "group" in frame:
         frame["group"] = frame.groupby(["step", "group"], sort=False).ngroup()
     else:
