@@ -513,8 +513,7 @@ def _both_named(*texts: str) -> list[str]:
     name = r"((?:\\angle ?)?[A-Z]{2,3}|(?:[A-Za-z]|\\[A-Za-z]+)(?:_\w|_\{\w+\})?(?:\([^()=]*\)|\{\w+\})?|\([A-Za-z](?:, ?[A-Za-z])*\))"
     named = rf"(?:^|(?<=,)) *{name} ?(?:=|\\in(?![A-Za-z])) ?(?=[^=<>]*(?:$|,))"
     once = lambda text: len({m[1].partition("_")[0] for m in re.finditer(named, text)}) == 1
-    turned = rf"(?<=[^=]) ?= ?{name}$"
-    return [re.sub(named if once(text) else turned, "", text) for text in texts]
+    return [re.sub(named if once(text) else rf"(?<=[^=]) ?= ?{name}$", "", text) for text in texts]
 
 
 def _unspaced(text: str) -> str:

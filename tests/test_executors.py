@@ -8,21 +8,17 @@ from concurrent.futures import Future
 import cloudpickle
 import pytest
 from resumed import is_timing
+from test_compare import BASE
 
 from grpo_nb.lab.compare import compare
 from grpo_nb.lab.study import Samples
-
-BASE = {"policy": {"max_new_tokens": 6}, "train_batch_size": 4, "num_generations": 4}
-BASE |= {"eval": {"limit": 8}}
-BASE |= {"tasks": {"train": "data:tasks/middle_dev.jsonl", "eval": "data:tasks/easy_eval.jsonl"}}
-
 
 RATES = {"slow": 1e-5, "fast": 1e-3}
 
 
 def study(folder, variants=("slow", "fast"), **kwargs):
     variants = {name: {"optimizer.lr": RATES[name]} for name in variants}
-    return compare(variants, BASE, seeds=[1], budget=Samples(32), dir=folder, **kwargs)
+    return compare(variants, BASE, seeds=[1], budget=Samples(24), dir=folder, **kwargs)
 
 
 def numbers(study):

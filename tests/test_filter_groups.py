@@ -363,8 +363,12 @@ def test_what_looks_like_filtering_and_is_not_understood_is_shown():
     ):
         s = parse_filter_logs("\n".join([*STEP, line, "max_num_gen_batches: 10"]))[1]
         assert s["unread"] == [line] and f"not understood: {line}" in format_summary(s)
-    s = parse_filter_logs("Generated batch 1, 1,024 prompts\nFiltered (std=0): 1,000\n")[1]
-    assert (s["prompts"], s["filtered"]) == (1024, 1000)
+    said = "Generated batch 1, 1,024 prompts\nFiltered (std=0): 1,000\nAccumulated: 24 / 1,024\n"
+    cut = "Generated batch 1,\n1024 prompts\nFiltered (std=0): 1_000\nAccumulated: 24 /\n 1024\n"
+    for text in (said, said.upper(), cut):
+        frame, s = parse_filter_logs(text)
+        found = frame[["prompts", "filtered", "kept", "accumulated", "target"]].values.tolist()
+        assert found == [[1024, 1000, 24, 24, 1024]] and not s["issues"]
     two = "num_prompt_in_batch=3 < prompt_bsz=8 num_prompt_in_batch=8 >= prompt_bsz=8"
     assert parse_filter_logs(two)[1]["num_gen_batches"] == 2
     start = time.process_time()  # what a completion may hold, printed

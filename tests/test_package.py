@@ -58,11 +58,8 @@ def test_the_wheel_holds_the_package_with_its_data_and_runs_in_an_empty_folder(t
 
 def define_again(modules):
     for name in modules:
-        importlib.import_module(name)
         runpy.run_module(name, run_name="__main__", alter_sys=False)
-        del sys.modules[name]
-        importlib.import_module(name)
-        importlib.reload(sys.modules[name])
+        importlib.reload(importlib.import_module(name))
 
 
 def test_notebooks_and_their_modules_may_share_a_process(tmp_path):

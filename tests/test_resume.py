@@ -387,9 +387,8 @@ def test_the_state_that_was_is_what_close_writes(tmp_path):
     assert t.run.status["state"] == "stopped"
 
 
-def test_other_formats_versions_and_configurations(tmp_path):
-    t = make(tmp_path / "r").fit(1)
-    t.close()
+def test_other_versions_are_told_and_another_policy_is_refused(tmp_path):
+    make(tmp_path / "r").fit(1).close()
     (path,) = checkpoints(tmp_path / "r" / "checkpoints")
     told = json.loads((path / "manifest.json").read_text()) | {"versions": {"torch": "1.0"}}
     del told["sha256"]
@@ -398,15 +397,11 @@ def test_other_formats_versions_and_configurations(tmp_path):
     (path / "manifest.json").write_text(text + _CHECKSUM + seal)
     with pytest.warns(UserWarning, match="torch 1.0 -> "):
         load(path)
-    with pytest.warns(UserWarning, match="configuration differs.*optimizer.lr"):
-        make(tmp_path / "r", "run.if_exists=resume", "optimizer.lr=1e-5").fit(1)
     with pytest.raises(ValueError, match="another policy"):
         other = make(None)
         state = other.state_dict()
         state["policy"] = {k: v[..., :1] for k, v in state["policy"].items()}
         other.load_state_dict(state)
-    with pytest.raises(ValueError, match="of a run with the rewards"):
-        make(None, rewards={"other": thirds}).load_state_dict(t.state_dict())
 
 
 def test_no_code_of_a_checkpoint_is_run(tmp_path):
@@ -530,19 +525,11 @@ def test_the_time_between_two_calls_of_fit_belongs_to_no_step(tmp_path):
 
 
 def test_a_callback_is_told_and_its_state_is_saved(tmp_path):
-    class Counting:
-        seen = 0
-
-        def on_step_end(self, trainer, row):
-            self.seen += 1
-
-        state_dict = lambda self: {"seen": self.seen}
-        load_state_dict = lambda self, state: vars(self).update(state)
-
-    make(tmp_path / "r", callbacks=[Counting()]).fit(2).close()
-    again = Counting()
+    counting = MagicMock(state_dict=lambda: {"seen": counting.on_step_end.call_count})
+    make(tmp_path / "r", callbacks=[counting]).fit(2).close()
+    again = MagicMock()
     load(tmp_path / "r", callbacks=[again])
-    assert again.seen == 2
+    again.load_state_dict.assert_called_once_with({"seen": 2})
 
 
 def test_a_copy_elsewhere_does_not_replace_the_last_checkpoint_of_the_run(tmp_path):
