@@ -273,6 +273,10 @@ def test_a_misspelt_key_is_told_with_the_one_that_was_meant():
     assert (loss.policy_loss, loss.options) == ("vespo", {"k_neg": 1})
     clip = ["actor_rollout_ref.actor.grad_clip=1", "actor_rollout_ref.actor.optim.clip_grad=0.5"]
     assert config_from_verl(clip).config.update.max_grad_norm == 0.5
+    whole = config_from_verl({"algorithm.adv_estimator": "reinforce_plus_plus_baseline"}).config
+    assert whole.advantage.options == {"level": "token"}  # as it is whitened there
+    peft = config_from_trl({"use_peft": True}).config.policy.lora
+    assert peft == {"r": 16, "lora_alpha": 32, "target_modules": None}
     with pytest.raises(ValueError, match="a value as in YAML; got 'data.x={a: b'"):
         config_from_verl(["data.x={a: b"])
     assert all("this changes" in [*x.left.values()][0] for x in (found, turns))

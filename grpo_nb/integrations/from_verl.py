@@ -277,12 +277,17 @@ def _verl_advantage(s: Settings) -> dict[str, Any]:
         raise ValueError(
             f"algorithm.adv_estimator={mode!r} needs a critic or is not known here; there are {', '.join(_VERL_ESTIMATORS)}."
         )
-    ours = _VERL_ESTIMATORS[mode]
-    if ours == "grpo" and not s.take("algorithm.norm_adv_by_std_in_grpo", "advantage.mode", True):
-        ours = "dr_grpo"
+    ours, options = _VERL_ESTIMATORS[mode], {}
+    if mode in ("grpo", "grpo_passk"):  # others do not read it
+        if not s.take("algorithm.norm_adv_by_std_in_grpo", "advantage.mode", True):
+            ours, options = ("dr_grpo", {}) if mode == "grpo" else (ours, {"scale": "none"})
+    if ours == "reinforce_pp_baseline":
+        options = {"level": "token"}
     keys, at = ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"), "advantage.weights"
     weights = dict.fromkeys(s.take(keys[0], at, []) if ours == "gdpo_verl" else (), 1.0)
     if weights:
         weights = {at: dict(zip(weights, s.take(keys[1], at, [*weights.values()]), strict=True))}
-    alone = {"advantage.singleton": "raw"} if s.given.get(f"{_ROLLOUT}.n", 1) == 1 else {}
-    return {"advantage.mode": ours, "advantage.eps": 1e-6} | weights | alone
+    single = s.given.get(f"{_ROLLOUT}.n", 1) == 1 and mode != "rloo_vectorized"
+    alone = {"advantage.singleton": "raw"} if single else {}
+    ours = {"advantage.mode": ours, "advantage.options": options, "advantage.eps": 1e-6}
+    return ours | weights | alone

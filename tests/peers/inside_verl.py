@@ -4,6 +4,7 @@ RAY_AUTH_MODE=disabled VERL_USE_EXTERNAL_MODULES=grpo_nb.integrations.verl pytho
 """
 
 import contextlib
+import itertools
 import json
 import random
 import sys
@@ -31,7 +32,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from grpo_nb.advantages import ADVANTAGES, AdvantageConfig, compute_advantages
-from grpo_nb.integrations.from_verl import config_from_verl
+from grpo_nb.integrations.from_verl import config_from_verl, _VERL_ESTIMATORS
 from grpo_nb.integrations.verl import kept
 from grpo_nb.lab.frames import flat_keys
 from grpo_nb.losses import policy_loss
@@ -94,6 +95,7 @@ def losses():
 def losses_of_settings(count=600):
     "Settings drawn at random, read as ours: our loss and its gradient, with entropy and KL, are verl's."
     rng, at = random.Random(0), "actor_rollout_ref.actor."
+    torch.manual_seed(0)
     kinds = {
         "vanilla": {},
         "gspo": {},
@@ -145,6 +147,37 @@ def losses_of_settings(count=600):
         for a, b in ((want.detach(), got.detach()), grads):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5, msg=str(given))
     print(f"{count} losses of random settings equal verl's in value and gradient")
+
+
+def advantages_of_settings():
+    "Each of verl's estimators that is read, with and without the deviation: our advantages are verl's."
+    compared, keys, at = 0, ["acc", "fmt"], "algorithm."
+    for seed, (name, scaled) in enumerate(itertools.product(_VERL_ESTIMATORS, (True, False))):
+        told = {"adv_estimator": name, "norm_adv_by_std_in_grpo": scaled}
+        told |= (
+            {"gdpo_reward_keys": keys, "gdpo_reward_weights": [1.0, 0.5]} if name == "gdpo" else {}
+        )
+        how = config_from_verl(
+            {at + k: v for k, v in told.items()} | {"actor_rollout_ref.rollout.n": 4}
+        ).config
+        data, lengths = batch(seed)
+        data.non_tensor_batch["uid"] = np.array([f"u{i // 4}" for i in range(48)], object)
+        data.non_tensor_batch["fmt"] = np.nan_to_num(data.non_tensor_batch["fmt"])
+        mask, x = data.batch["response_mask"], data.batch["token_level_rewards"].sum(1)[:, None]
+        data.batch["prompts"] = torch.zeros(48, 1, dtype=torch.long)
+        data.batch["attention_mask"] = torch.cat([torch.ones(48, 1), mask], 1).long()
+        x = (
+            torch.from_numpy(np.stack([data.non_tensor_batch[k] for k in keys], 1)).float()
+            if name == "gdpo"
+            else x
+        )
+        names, ids, n = keys[: x.shape[1]], torch.arange(48) // 4, torch.from_numpy(lengths)
+        want = compute_advantages(x, ids, names, how.advantage, lengths_N=n).values
+        config = AlgoConfig(**told)
+        got = compute_advantage(data, name, 1.0, 1.0, 4, scaled, config).batch["advantages"]
+        torch.testing.assert_close(got * mask, want[:, None] * mask, atol=1e-4, rtol=1e-4, msg=name)
+        compared += 1
+    print(f"{compared} settings of estimators give verl's advantages")
 
 
 def default_trainer():
@@ -284,7 +317,10 @@ def main():
     else:
         raise AssertionError("missing components were ignored")
     settings()
+    torch.set_default_dtype(torch.float64)
     losses_of_settings()
+    torch.set_default_dtype(torch.float32)
+    advantages_of_settings()
     same = f"{losses()} losses equal verl's own in value and gradient"
     print(f"{same}; a sampler drew {sampler()} tasks")
     default_trainer()
