@@ -12,17 +12,15 @@ import sys
 
 import nbdev.test
 
-# what most notebooks import is loaded once, before the processes divide
+# what most notebooks import is loaded once, before the processes divide; the method works without the lab
 LOADED = (
-    (
-        "torch pandas matplotlib.pyplot scipy.stats omegaconf fastcore.test pandas.io.formats.style pyarrow.pandas_compat "
-        "PIL.GifImagePlugin PIL.JpegImagePlugin PIL.PpmImagePlugin PIL.BmpImagePlugin IPython.core.application "
-        "IPython.core.magics transformers.models.llama.modeling_llama transformers.models.auto.modeling_auto "
-        "transformers.models.auto.tokenization_auto transformers.tokenization_utils_tokenizers "
-        "pydantic.dataclasses pydantic.type_adapter pandas.plotting IPython.core.history "
-        "grpo_nb.trainer grpo_nb.policies.tokens grpo_nb.verifiers"  # the method alone: it works without the lab
-    ).split()
-)
+    "torch pandas matplotlib.pyplot scipy.stats omegaconf fastcore.test pandas.io.formats.style pyarrow.pandas_compat "
+    "PIL.GifImagePlugin PIL.JpegImagePlugin PIL.PpmImagePlugin PIL.BmpImagePlugin IPython.core.application "
+    "IPython.core.magics transformers.models.llama.modeling_llama transformers.models.auto.modeling_auto "
+    "transformers.models.auto.tokenization_auto transformers.tokenization_utils_tokenizers "
+    "pydantic.dataclasses pydantic.type_adapter pandas.plotting IPython.core.history "
+    "grpo_nb.trainer grpo_nb.policies.tokens grpo_nb.verifiers"
+).split()
 
 
 def one_process_each(function, files, n_workers, pause=0, **kwargs):
