@@ -73,10 +73,6 @@ class RewardsConfig(RunnerConfig):
         default_factory=lambda: {"exact_answer": {"extract": "marker", "marker": "</think>"}}
     )
 
-    def __post_init__(self):
-        kept = {k: v for k, v in self.functions.items() if v is not None}  # null takes one away
-        object.__setattr__(self, "functions", kept)
-
 # %% ../../nbs/lab/03_recipe.ipynb #b0546959
 @configuration
 class GRPOConfig(TrainerConfig):
@@ -178,11 +174,10 @@ def _read_recipe(recipe: str | Path | None, overrides: Sequence[str] = ()) -> di
                     f"{recipe}: {key}={value!r} asks for something outside the recipe. If you trust it, give that key on the "
                     "command line."
                 )
-        functions = OmegaConf.select(tree, "rewards.functions")
-        for name in functions if OmegaConf.is_dict(functions) else ():
-            if functions[name] is None:  # `name:` in a file has no options
-                functions[name] = {}
         tree = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))
+        for o in overrides:  # takes one away; `NAME:` in a recipe has no options
+            if taken := re.fullmatch(r"rewards\.functions\.([^.=]+)=(null|~)?", o):
+                tree.rewards.functions.pop(taken[1], None)
         return _text_keys(OmegaConf.to_container(tree, resolve=True) or {})
     except FileNotFoundError:
         raise ValueError(
@@ -217,12 +212,10 @@ def open_rewards(config: RewardsConfig | Mapping) -> dict[str, Callable]:
     "The named rewards of a configuration."
     functions, config = {}, build_config(RewardsConfig, config)
     for name, options in config.functions.items():
-        if options is None:  # taken away since
-            continue
         if callable(options):
             functions[name] = options
             continue
-        options = dict(options)
+        options = dict(options or {})
         kind = options.pop("reward", name)
         make = REWARDS.resolve(kind)[1]
         known = inspect.signature(make).parameters
