@@ -273,6 +273,17 @@ def test_a_misspelt_key_is_told_with_the_one_that_was_meant():
     assert (loss.policy_loss, loss.options) == ("vespo", {"k_neg": 1})
     clip = ["actor_rollout_ref.actor.grad_clip=1", "actor_rollout_ref.actor.optim.clip_grad=0.5"]
     assert config_from_verl(clip).config.update.max_grad_norm == 0.5
+    trl = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 2}
+    verl = {
+        f"algorithm.rollout_correction.rollout_is{k}": v
+        for k, v in {"": "token", "_threshold": 2.0}.items()
+    }
+    for read, want in (
+        (config_from_trl(trl), "token_mask"),
+        (config_from_verl(verl), "token_truncate"),
+    ):
+        update = read.config.update
+        assert (update.sampling_correction, update.sampling_cap) == (want, 2.0)
     whole = config_from_verl({"algorithm.adv_estimator": "reinforce_plus_plus_baseline"}).config
     assert whole.advantage.options == {"level": "token"}  # as it is whitened there
     peft = config_from_trl({"use_peft": True}).config.policy.lora

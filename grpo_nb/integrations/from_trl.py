@@ -23,6 +23,7 @@ _TRL_OPTIONS = {  # loss_type: their names of its options
     "vespo": {f"vespo_{k}": k for k in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
 }
 _TRL_REASONS = (
+    (r"vllm_importance_sampling_clip_min", "ratios to the sampler have no lower bound here: this changes the method"),
     (r"(use_vllm|vllm_|cache_implementation|use_transformers|transformers_continuous|ds3_)", "where and how samples are generated; no effect on the method here"),
     (r"(gradient_checkpointing|attn_implementation|use_liger|bf16|fp16|tf32|torch_dtype|dtype|deepspeed|fsdp|ddp_|torch_)", "memory, speed or precision of the other program"),
     (r"(sapo_|vespo_|lr_scheduler_kwargs)", "belongs to another loss_type or schedule"),
@@ -67,7 +68,7 @@ def config_from_trl(
         notes.append(
             f"warmup_steps={warmup:g} are taken as rollouts: for as many optimizer steps set optimizer.warmup={round(warmup / updates)}"
         )
-    ours |= _trl_optimizer(s, steps) | _trl_loss(s, notes) | _trl_policy(s)
+    ours |= _trl_sampler(s) | _trl_optimizer(s, steps) | _trl_loss(s, notes) | _trl_policy(s)
     if not s.take("shuffle_dataset", "tasks.shuffle", True):
         ours["tasks.shuffle"] = False
     ours["advantage.mode"] = _trl_advantage(s)
@@ -146,6 +147,16 @@ def _trl_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
     }  # fmt: skip
 
 # %% ../../nbs/integrations/05_from_trl.ipynb #20902e42
+def _trl_sampler(s: Settings) -> dict[str, Any]:
+    "How the ratio to a server that samples is used."
+    at, key = "vllm_importance_sampling", "update.sampling_correction"
+    if not s.take(f"{at}_correction", key, True):
+        return {key: None}
+    keys = {f"{at}_mode": key, f"{at}_cap": "update.sampling_cap"}
+    keys |= {f"{at}_clip_max": "update.sampling_cap"}  # the newer name
+    return {ours: v for k, ours in keys.items() if (v := s.take(k, ours)) is not None}
+
+
 _TRL_SCHEDULES = SCHEDULES | {"cosine_with_min_lr": "cosine"}
 
 

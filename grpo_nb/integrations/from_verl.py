@@ -37,7 +37,7 @@ _VERL_REASONS = (
     (r"actor_rollout_ref\.rollout\.val_kwargs", "evaluation samples as training does, and greedily: eval.samples, eval.greedy"),
     (r"algorithm\.(gamma|lam)", "an estimator with a critic reads it, none of these"),
     (r"algorithm\.(use_)?pf_ppo", "samples are not weighted again here: this changes the method"),
-    (r"algorithm\.rollout_correction", "a sampler that differs is told (sampling/*), not corrected: this changes the method"),
+    (r"algorithm\.rollout_correction\.\w+", "belongs to rollout_is, which is off, or is a correction that is not made here: this changes the method"),
     (r"algorithm\.filter_groups", "generation batches are drawn one after another"),
     (r"data\.apply_chat_template", "give (model, tokenizer) with the template that is meant: this changes the prompts"),
     (r".*actor\.(tau_|policy_loss\.)", "belongs to another loss_mode"),
@@ -84,6 +84,7 @@ def config_from_verl(
     ours |= _optimizer_keys(s, f"{_ACTOR}.optim", f"{_ACTOR}.grad_clip", steps)
     ours |= _verl_data(s) | _verl_loss(s, notes) | _verl_policy(s)
     ours |= _verl_filter(s, notes) | _verl_advantage(s) | _verl_kl_in_reward(s) | _verl_overlong(s)
+    ours |= _verl_sampler(s)
     batch = _batch_text(ours["train_batch_size"], ours["num_generations"], updates)
     return s.reading(ours, _VERL_REASONS, batch, notes)
 
@@ -194,6 +195,19 @@ def _verl_kl(s: Settings) -> dict[str, Any]:
     return {"update.loss.kl_coef": coef, "update.loss.kl_kind": kind}
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #a878bfef
+def _verl_sampler(s: Settings) -> dict[str, Any]:
+    "How the ratio to the engine that samples is used."
+    at, key = "algorithm.rollout_correction", "update.sampling_correction"
+    if (level := s.take(f"{at}.rollout_is", key)) is None:
+        return {}
+    ours = {key: f"{level}_truncate"}
+    if "_" in str(s.given.get(f"{at}.rollout_is_threshold")):
+        s.leave("no lower bound here: this changes the method", f"{at}.rollout_is_threshold")
+        return ours
+    cap = "update.sampling_cap"
+    return ours | {cap: s.take(f"{at}.rollout_is_threshold", cap, 2.0)}
+
+
 def _verl_kl_in_reward(s: Settings) -> dict[str, Any]:
     "The KL to the reference, taken off the reward."
     ours, at = "rewards.kl_in_reward", "algorithm"

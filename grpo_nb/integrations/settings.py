@@ -74,8 +74,9 @@ class Settings:
         "Explain whatever is left by patterns."
         for key in self.given:
             if key not in self.taken and key not in self.left:
+                exact = next((text for x, text in reasons if re.fullmatch(x, key)), "")
+                near = "null: the default holds" if key in self.asked else exact or self._near(key)
                 why = (text for pattern, text in reasons if re.match(pattern, key))
-                near = "null: the default holds" if key in self.asked else self._near(key)
                 self.left[key] = near or next(
                     why, "not a key that this reader knows: it is not read"
                 )
