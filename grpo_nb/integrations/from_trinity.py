@@ -40,7 +40,7 @@ _TRINITY_REASONS = (
     (r"(project|name|checkpoint_|group|mode$|monitor|log|ray_|continue_from|stages)", "names and folders of the other program: see run.dir"),
 )  # fmt: skip
 
-
+# %% ../../nbs/integrations/05_from_trinity.ipynb #f6fe2c32
 def config_from_trinity(
     settings: Any,  # mapping, or YAML file
     num_tasks: int | None = None,  # see `config_from_trl`
@@ -217,7 +217,7 @@ def _trinity_rest(s: Settings) -> dict[str, Any]:
         found["policy.lora"] = {"r": lora.get("lora_rank", 32), "lora_alpha": 32} | given
     return found
 
-
+# %% ../../nbs/integrations/05_from_trinity.ipynb #dbf5b418
 def _trinity_sampling(s: Settings) -> dict[str, Any]:
     "How samples are drawn, unless a taskset says otherwise."
     ours = "policy.max_new_tokens"

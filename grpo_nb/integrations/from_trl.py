@@ -156,7 +156,7 @@ def _trl_sampler(s: Settings) -> dict[str, Any]:
     keys |= {f"{at}_clip_max": "update.sampling_cap"}  # the newer name
     return {ours: v for k, ours in keys.items() if (v := s.take(k, ours)) is not None}
 
-
+# %% ../../nbs/integrations/05_from_trl.ipynb #daea39f5
 _TRL_SCHEDULES = SCHEDULES | {"cosine_with_min_lr": "cosine"}
 
 

@@ -62,7 +62,7 @@ _VERL_REASONS = (
     (r"trainer\.", "cluster or files of the other program: see run.dir, eval.every, checkpoint.every"),
 )  # fmt: skip
 
-
+# %% ../../nbs/integrations/05_from_verl.ipynb #2a387b92
 def config_from_verl(
     settings: Any,  # mapping, list of "key=value", YAML file, or a shell script with the command line
     overrides: Sequence[str] = (),  # further "key=value"
@@ -111,7 +111,7 @@ def _named_files(files: Sequence) -> dict[str, str]:
     alike = lambda p: f"{Path(p).parent.name}-{Path(p).stem}"
     return {n if names.count(n) < 2 else alike(p): str(p) for n, p in zip(names, files)}
 
-
+# %% ../../nbs/integrations/05_from_verl.ipynb #448b5d27
 def _verl_data(s: Settings) -> dict[str, Any]:
     "Files of tasks."
     train, held = s.take("data.train_files", "tasks.train"), s.take("data.val_files", "tasks.eval")
@@ -207,7 +207,7 @@ def _verl_sampler(s: Settings) -> dict[str, Any]:
     cap = "update.sampling_cap"
     return ours | {cap: s.take(f"{at}.rollout_is_threshold", cap, 2.0)}
 
-
+# %% ../../nbs/integrations/05_from_verl.ipynb #1780c387
 def _verl_kl_in_reward(s: Settings) -> dict[str, Any]:
     "The KL to the reference, taken off the reward."
     ours, at = "rewards.kl_in_reward", "algorithm"
