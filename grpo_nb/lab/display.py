@@ -37,7 +37,7 @@ def frame(self: GRPO):
     rows = [_metric_row(row["step"], row) for row in self.history]
     return _rows_to_frame(rows, kl_limit=limit)
 
-
+# %% ../../nbs/lab/03_display.ipynb #9796b97d
 @patch
 def plot(self: GRPO, panels: str | list[str] | None = None, **options):
     "The panels of the steps so far, shown in a notebook; panels and options are those of `plot_run`."
