@@ -8,6 +8,7 @@ __all__ = ['TokenPolicy', 'as_policy']
 # %% ../../nbs/method/03_policies.tokens.ipynb #052ca1a7
 import copy as copy_module
 import difflib
+import functools
 import importlib
 import contextlib
 import os
@@ -429,9 +430,9 @@ def encode_all(self: TokenPolicy, prompts: list) -> list[list[int]]:
     texts = [p if x else self._templated(p) for p, x in zip(prompts, plain)]
     if odd := [x for x in texts if re.search("[\ud800-\udfff]", x)]:
         raise ValueError(f"Half a character (a lone surrogate) in the prompt {odd[0]!r:.60}.")
-    bare = self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
-    adds = self.tokenizer.num_special_tokens_to_add() > 0
-    full = self.tokenizer(texts, verbose=False).input_ids if adds else bare
+    tokens = functools.partial(self.tokenizer, verbose=False)
+    bare, nothing = (tokens(x, add_special_tokens=False).input_ids for x in (texts, ""))
+    full = bare if tokens("").input_ids == nothing else tokens(texts).input_ids
     found = [_begun(*both) if x else both[0] for *both, x in zip(bare, full, plain)]
     for prompt, ids in zip(prompts, found):
         self._check_ids(prompt, ids)
