@@ -109,6 +109,8 @@ def test_numbers_of_every_kind_torn_lines_and_what_is_no_log(tmp_path):
         path.write_bytes(wrong)
         with pytest.raises(ValueError, match="log.jsonl(: no row has a step| is compressed)"):
             read_verl(path)
+    with pytest.raises(ValueError, match="1.jsonl holds samples"):
+        Run.open(RECORDED / "verl" / "1.jsonl").frame()
     for odd in ("null", '"x"', "[1, 2]", '["step"]'):
         path.write_text(f'{{"log_history": {odd}}}')
         with pytest.raises(ValueError, match="log.jsonl is not a trainer state"):
@@ -150,7 +152,11 @@ def test_what_trl_printed_as_json_or_on_cut_lines_is_read(tmp_path):
 def test_lines_that_a_console_cut_are_one_row_of_verl(tmp_path):
     path = tmp_path / "verl.log"
     first = "step:1 - critic/score/mean:0.5 - actor/pg_lo\nss:-0.25 -\nactor/lr:1e-06\n- a/b:2\n"
-    path.write_text(first + "epoch: 3\nstep:2 - a/b:3\n")
+    path.write_text(
+        first + "epoch: 3\nstep:2 - val-core/A - b:x/acc/mean@3:0.7 - on:True - a/b:3\n"
+    )
+    last = read_verl(path).iloc[1]  # a name of verl's data sets may hold what stands between pairs
+    assert last[["val-core/A - b:x/acc/mean@3", "eval_reward", "on"]].tolist() == [0.7, 0.7, 1]
     found = read_verl(path)[["reward", "policy_loss", "learning_rate", "a/b"]].values.tolist()
     assert found[0] == [0.5, -0.25, 1e-06, 2.0] and found[1][3] == 3.0
 

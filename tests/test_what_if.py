@@ -1,5 +1,6 @@
 """Stored samples under other estimators and filters: tables of TRL and verl as recorded from the real programs"""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -32,11 +33,15 @@ def test_groups_of_verl_are_neighbours_with_equal_prompts():
 
 
 def test_components_that_a_table_lacks_and_rewards_that_are_all_none(tmp_path):
-    one = {"step": 1, "prompt": ["p"] * 4, "completion": "", "right": [1.0, 0, 0, 1]}
+    one = {"step": 1, "prompt": ["p"] * 4, "completion": "", "right": [1.0, 0, 0, 1], "len": 7}
     two = one | {"step": 2, "prompt": ["q"] * 4, "right": [1.0, 1, 1, 1]}
+    (folder := tmp_path / "completions").mkdir()
     for k, table in enumerate((one | {"short": [None] * 4}, two)):
-        pd.DataFrame(table).to_parquet(tmp_path / f"completions_{k}.parquet")
-    seen = what_if(tmp_path, ["grpo", "gdpo"], "right")
+        pd.DataFrame(table).to_parquet(folder / f"completions_{k}.parquet")
+    log = {"step": 1, "rewards/right/mean": 0.5, "rewards/short/mean": None}  # names no `len`
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [log]}))
+    seen = what_if(folder, ["grpo", "gdpo"], "right")
+    assert seen.components == ["right", "short"]
     assert seen.groups()["state"].tolist() == ["varied", "all right"]
     assert np.isfinite(seen.samples[["grpo", "gdpo"]]).all(axis=None)
 

@@ -126,7 +126,7 @@ def _rows_to_frame(rows: Sequence[Mapping], **attrs):  # DataFrame with these at
     frame = pd.DataFrame({k: [r.get(k) for r in rows] for k in names})
     frame = pd.concat([_numeric(frame[k]) for k in frame], axis=1)
     frame = frame.dropna(subset="step").drop_duplicates("step", keep="last")
-    frame = frame.astype({"step": int}).sort_values("step", ignore_index=True)
+    frame = frame.astype({"step": int}).sort_values("step", ignore_index=True).copy()  # one block
     frame.attrs = attrs
     return frame
 

@@ -52,7 +52,7 @@ def _import_rows(
 def _number_of(text: Any) -> float:
     "A number as a program prints it; NaN for anything else."
     try:
-        return float(str(text))
+        return float({"True": 1, "False": 0}.get(str(text), str(text)))
     except ValueError:
         return math.nan
 
@@ -151,8 +151,8 @@ def _printed_by_verl(text: str) -> list[dict]:
     more = rf"(?:\n(?!.*step:\d)(?=.*:-?[\d.n])(?:- )?{pairs}(?: -)?$)*"
     for row in re.findall(rf"(?m)(?<![\w/])step:\d+ - .*{more}", text):
         line = re.sub(r"(?<=-)\n|\n(?=-)", " ", row).replace("\n", "")
-        pairs = (pair.rpartition(":") for pair in line.strip().split(" - "))
-        rows.append({key: _number_of(value) for key, _, value in pairs})
+        found = re.findall(r"(\S.*?):([^\s:]*)(?= - |$)(?: - )?", line.strip())
+        rows.append({key: _number_of(value) for key, value in found})
     return rows
 
 # %% ../../nbs/lab/02_logs.ipynb #00e29454
@@ -167,6 +167,8 @@ def read_verl(
     if broken:
         said = f"{path.name}: left out {len(broken)} broken: {'; '.join(broken[:3])}"
         warnings.warn(said, stacklevel=2)
+    if any(isinstance(r.get(k), str) for r in rows for k in ("input", "completion")):
+        raise ValueError(f"{path.name} holds samples, which what_if reads, and no log.")
     rows = [r | r.pop("data") if isinstance(r.get("data"), dict) else r for r in rows]
     steps = ("step", "training/global_step")
     found = _import_rows(rows, _VERL_NAMES, steps)

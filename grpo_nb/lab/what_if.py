@@ -21,6 +21,7 @@ from ..config import build_config, one_of
 from ..core import weighted_sum
 from ..files import _path, read_jsonl
 from ..filter_groups import expected_gen_batches, varies
+from .logs import read_trl, _trainer_states
 from .plots import COLORS, make_figure
 from .record import Run, _is_run
 
@@ -73,7 +74,11 @@ def _read_files(source: Any):
         pd.read_parquet(p) if p.suffix == ".parquet" else pd.DataFrame(read_jsonl(p)[0])
         for p in inside
     ]
-    return pd.concat(tables, ignore_index=True)
+    run = path.parent if path.is_dir() else path.parent.parent
+    # TRL's log names its rewards; what else is noted beside a completion is none
+    log = read_trl(run) if _trainer_states(run) else ()
+    found = pd.concat(tables, ignore_index=True)
+    return found.rename(columns=lambda k: f"rewards/{k}" if f"rewards/{k}/mean" in log else k)
 
 # %% ../../nbs/lab/03_what_if.ipynb #212b32e8
 def _components(frame) -> list[str]:
