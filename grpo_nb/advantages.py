@@ -633,13 +633,13 @@ def compute_advantages(
     raw = grouped_rewards(rewards, group_N, weights_by_name(c.weights, names), **batch)
     x = _scaled_and_gated(rewards, names, c)
     r = grouped_rewards(x, raw.groups, raw.weights_R, **batch)
-    values = _run(c, x, group_N, r, batch, lengths_N)
+    values = _call_estimator(c, x, group_N, r, batch, lengths_N)
     values_NK = values[:, None] if values.ndim == 1 else values
     each = grouped_rewards(rewards, raw.groups, **batch)
     return Advantages(values, _advantage_metrics(r, values_NK, names, raw, each))
 
 # %% ../nbs/method/01_advantages.ipynb #4bfcbd38
-def _run(
+def _call_estimator(
     c: AdvantageConfig, x: Tensor, group_N, r: GroupedRewards, batch: dict, lengths_N
 ) -> Tensor:
     "Call the estimator with those keywords that it takes; 0 where no reward applies."

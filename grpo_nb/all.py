@@ -16,7 +16,7 @@ from .filter_groups import resolve_metric, varies
 from .integrations.from_trinity import config_from_trinity
 from .integrations.from_trl import config_from_trl
 from .integrations.from_verl import config_from_verl
-from .losses import POLICY_LOSSES, LossConfig, kl_penalty, policy_loss
+from .losses import POLICY_LOSSES, LossConfig, kl_penalty, policy_loss, to_ratio
 from .policies.diffusion import DiffusionPolicy
 from .policies.samplers import ddim_sampler, ddpm_sampler, flow_sampler
 from .policies.tokens import TokenPolicy, as_policy

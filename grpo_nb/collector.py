@@ -23,7 +23,7 @@ from .core import Groups, Rollout, concat, group_stats
 from .files import unpack
 from .filter_groups import FilterGroupsConfig, GroupDecision, _adaptive_cap, decide
 from .filter_groups import expected_gen_batches, _next_batch_size, varies
-from .filter_groups import _weighted_components
+from .filter_groups import _used_components
 from .tasks import Task
 
 # %% ../nbs/method/02_collector.ipynb #6d0d476e
@@ -265,7 +265,7 @@ def _decide(self: GroupCollector, rollout: Rollout) -> GroupDecision:
     decision = decide(rollout if config.metrics else trained, config)
     other = rollout.rewards is not None and config.metrics != rollout.reward_names
     if other and config.rule_name != "combined":
-        trained_P = varies(_weighted_components(trained, config.weights), decision.groups)
+        trained_P = varies(_used_components(trained, config.weights), decision.groups)
         self.tally["dropped_with_signal"] += int((trained_P & ~decision.signal_P).sum())
         self.tally["kept_without_signal"] += int((decision.signal_P & ~trained_P).sum())
     self._warn_of_batch(decision)

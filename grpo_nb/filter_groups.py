@@ -276,7 +276,7 @@ def _metric_values(rollout: Rollout, metrics: Sequence, weights: Mapping | None)
     return torch.cat([_as_columns(resolve_metric(rollout, m, weights)) for m in metrics], 1)
 
 
-def _weighted_components(rollout: Rollout, weights: Mapping[str, float] | None = None) -> Tensor:
+def _used_components(rollout: Rollout, weights: Mapping[str, float] | None = None) -> Tensor:
     "(N, C) reward components, and ranks, whose weight is not 0."
     used = [w != 0 for w in _component_weights(rollout, weights)]
     return _as_columns(rollout.rewards[:, used])
@@ -286,7 +286,7 @@ def _looked_at(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     "(N, C) numbers that the configured rule looks at; of a rule of another kind they give statistics and reasons."
     if config.metrics:
         return _metric_values(rollout, config.metrics, config.weights)
-    look = _total_reward if config.rule == "sum" else _weighted_components
+    look = _total_reward if config.rule == "sum" else _used_components
     return _as_columns(look(rollout, config.weights))
 
 # %% ../nbs/method/01_filter_groups.ipynb #2ed6b049
@@ -309,7 +309,7 @@ def _warn_of_shaping(
     if not metrics or rollout.rewards is None:
         return
     raw_P = varies(_metric_values(rollout, metrics, weights), rollout.group_N)
-    trained_P = varies(_weighted_components(rollout, weights), rollout.group_N)
+    trained_P = varies(_used_components(rollout, weights), rollout.group_N)
     if (trained_P & ~raw_P).any() and (always or not raw_P.any()):
         names = ", ".join(getattr(m, "__name__", m) for m in metrics)
         warnings.warn(

@@ -504,8 +504,8 @@ class LossConfig:
         cap, upper = a.get("ratio_max"), a["clip"].bounds[1] if "clip" in a else 0
         if cap is not None and cap < upper:
             raise ValueError(f"ratio_max={cap}, an absolute cap, is below the clip's end {upper}.")
-        _ = self.pulls  # refuses wrong options
-        _warn_by_length(self)
+        _ = self.acts_without_advantage  # refuses wrong options
+        _warn_of_pairs(self)
 
     def arguments(self) -> dict:
         "The options of the policy loss, resolved."
@@ -523,7 +523,7 @@ class LossConfig:
         return default | given
 
     @property
-    def pulls(self) -> bool:
+    def acts_without_advantage(self) -> bool:
         "Whether a step of advantage 0 has a gradient too, as in `dro`."
         x, advantage_N = torch.full((2, 1), 0.1), torch.tensor([1.0, 0.0])
         told = {"logp_NS": 0 * x, "old_logp_NS": -x}
@@ -550,8 +550,8 @@ class LossConfig:
 _ROW_LOSSES = ("gspo", "geo_mean", "gmpo", "vespo")  # these average the ratio themselves
 
 
-def _warn_by_length(config: LossConfig):
-    "Warn of a sequence ratio whose loss is summed over tokens."
+def _warn_of_pairs(config: LossConfig):
+    "Warn of options that do not go together: a sequence ratio summed over tokens, k1 as a loss."
     sequence = config.level.startswith("sequence") or config.policy_loss == "gspo"
     fair = [AGGREGATIONS[k] for k in ("seq_mean_token_mean", "seq_mean_item_mean")]
     if sequence and AGGREGATIONS[config.aggregation] not in fair and config.aggregation != "luspo":

@@ -125,7 +125,7 @@ class BaseSelector:
         return np.random.default_rng(seed_of(self.seed, name, self.current_index))
 
     def feedback(self, indices, values, counts=None) -> None:
-        "The later name of `update`."
+        "`update`, by its newer name in Trinity-RFT."
         self.update(indices, values, counts)
 
 # %% ../nbs/method/02_selectors.ipynb #a5dc0274

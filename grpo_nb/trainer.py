@@ -649,7 +649,7 @@ def fit(
 # %% ../nbs/method/04_trainer.ipynb #498fb16d
 @patch
 def _agree(self: GRPO) -> bool:  # False: stop
-    "Whoever is asked to stop stops all processes, and they have one clock."
+    "Whether to go on: one process that is asked to stop stops all; the clock is that of the first."
     told = gather((self.stop, self.seconds_trained))
     asked = next((stop for stop, _ in told if stop), None)
     self.stop = asked or self.stop  # what somebody asks for meanwhile, all hear the next time
@@ -682,7 +682,7 @@ def diagnosis(self: GRPO) -> str:
 
 @patch
 def _aim(self: GRPO, steps: int | None):
-    "Set where `fit` ends, and tell what nothing comes of."
+    "Set where `fit` ends; say so if no step is left, or if the learning rate ends before."
     c = self.config
     self.goal = c.steps if steps is None else self.step_done + steps
     if self.step_done >= self.goal:

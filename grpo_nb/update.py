@@ -296,7 +296,8 @@ def _kl_mask_and_skipped(
     alive_P = groups.index_N[~zero_N].bincount(minlength=groups.num_groups) > 0
     dead_N = ~alive_P[groups.index_N]
     kl_mask_NS = mask_NS if c.kl_on_dead_groups else mask_NS & ~dead_N.to(mask_NS.device)[:, None]
-    if not c.skip_zero_advantage or c.loss.entropy_coef or c.loss.pulls or c.kl_stop.active:
+    always = c.loss.entropy_coef or c.loss.acts_without_advantage or c.kl_stop.active
+    if always or not c.skip_zero_advantage:
         return kl_mask_NS, torch.zeros_like(zero_N)
     if not c.loss.kl_coef:
         return kl_mask_NS, zero_N

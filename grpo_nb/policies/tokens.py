@@ -499,7 +499,7 @@ def _prompt_seeds(generator: torch.Generator, n: int) -> list[int]:
 
 @patch
 def _draw_remote(self: TokenPolicy, ids_PL, length_P, index_N, generator, greedy) -> tuple:
-    "The same by the engine, with its own log-probs at the end; each prompt has a seed."
+    "Completions by the engine, as `_draw` gives them, and last its own log-probs; each prompt has a seed."
     prompts = [ids[:n].tolist() for ids, n in zip(ids_PL, length_P)]
     n = len(index_N) // len(prompts)
     drawn = self.engine.sample(self, prompts, n, _prompt_seeds(generator, len(prompts)), greedy)
@@ -616,7 +616,7 @@ def generate(
     return self.sample([Task(prompt)], 1, seeded(seed, "generate"), greedy).outputs[0]
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #65618aa4
-_SCORED = 2**14  # tokens per pass
+_TOKENS_PER_PASS = 2**14
 
 
 @patch
@@ -624,11 +624,11 @@ _SCORED = 2**14  # tokens per pass
 def _score_drawn(self: TokenPolicy, prompts, num_generations: int, drawn, greedy=False) -> tuple:
     "Tokens, mask, log-probs and entropy of what an engine drew, as the model sees it, and its log-probs; `RatioMismatch` if the two disagree."
     r = self._as_rollout(prompts, num_generations, drawn)
-    rows = micro_batches(r.lengths_N, torch.arange(len(r)), _SCORED)
+    rows = micro_batches(r.lengths_N, torch.arange(len(r)), _TOKENS_PER_PASS)
     scores = [self.logp_entropy(r[part]) for part in rows]
     logp, entropy = (torch.cat(x).cpu() for x in zip(*scores))
     if not greedy and not getattr(self.engine, "staleness", 0):  # else they were looked at before
-        _refuse_mismatch((logp - r.old_logp_NS)[r.mask_NS].abs().double(), self.engine.tol)
+        _refuse_server((logp - r.old_logp_NS)[r.mask_NS].abs().double(), self.engine.tol)
     return r.states["completion_ids"], r.mask_NS, logp, entropy, r.old_logp_NS
 
 
@@ -647,7 +647,7 @@ def _as_rollout(self: TokenPolicy, prompts, num_generations, drawn) -> Rollout:
     return Rollout(index_N, index_N.tolist(), states, mask, logp)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #0b23a7ef
-def _refuse_mismatch(diff: Tensor, tol: float):
+def _refuse_server(diff: Tensor, tol: float):
     "An error if log-probs differ by more than other kernels and another precision explain."
     if float(diff.mean()) <= tol:
         return
