@@ -273,6 +273,8 @@ def test_a_misspelt_key_is_told_with_the_one_that_was_meant():
     assert (loss.policy_loss, loss.options) == ("vespo", {"k_neg": 1})
     clip = ["actor_rollout_ref.actor.grad_clip=1", "actor_rollout_ref.actor.optim.clip_grad=0.5"]
     assert config_from_verl(clip).config.update.max_grad_norm == 0.5
+    trinity = {"algorithm.advantage_fn_args.std_cal_level": "batch"}
+    assert config_from_trinity(trinity).config.advantage.mode == "grpo_batch"
     trl = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 2}
     verl = {
         f"algorithm.rollout_correction.rollout_is{k}": v

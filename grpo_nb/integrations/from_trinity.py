@@ -66,8 +66,10 @@ def config_from_trinity(
     if (last := s.take("trainer.total_steps", "steps")) is not None:  # of the optimizer
         ours["steps"] = steps = min(ours["steps"], -(-last // updates))
     ours |= _trinity_optimizer(s, steps) | _trinity_loss(s)
-    ours["advantage.mode"] = "grpo"
-    ours["advantage.eps"] = s.take("algorithm.advantage_fn_args.epsilon", "advantage.eps", 1e-6)
+    at, modes = "algorithm.advantage_fn_args", {"group": "grpo", "batch": "grpo_batch"}
+    level = s.take(f"{at}.std_cal_level", "advantage.mode", "group")
+    ours["advantage.mode"] = modes[one_of("std_cal_level", level, modes)]
+    ours["advantage.eps"] = s.take(f"{at}.epsilon", "advantage.eps", 1e-6)
     ours |= {"advantage.singleton": "raw"} if group == 1 else {}
     ours |= {k: v for k, v in _trinity_rest(s).items() if v is not None}
     ours |= _trinity_operators(s, notes) | _trinity_tasks(s)
