@@ -177,7 +177,8 @@ def _read_signature(function: Callable, name: str, form: str | None) -> dict[str
     keys = [plural.get(p.name, p.name) for p in named]
     accepts = tuple(keys) if len(named) == len(parameters) else None
     needs = tuple(k for k, p in zip(keys, named) if p.default is p.empty and k not in _LOGGERS)
-    logs = tuple(k for k in _LOGGERS if k in words)
+    every = form == "batch" and accepts is None  # as TRL calls it
+    logs = tuple(k for k in _LOGGERS if every or k in words)
     return {"form": form, "accepts": accepts, "needs": needs, "logs": logs}
 
 # %% ../nbs/method/01_rewards.ipynb #c1348b46
@@ -378,7 +379,7 @@ def _loggers(logged: dict[str, dict], n: int) -> dict[str, Callable]:
 
     def log_extra(column: str, values: Sequence) -> None:
         values = [values] if isinstance(values, str) else values
-        if column in _SAMPLE_COLUMNS:
+        if column in _SAMPLE_COLUMNS or str(column).startswith("rewards/"):
             raise _ContractError(f"expected a new name, got log_extra({column!r}, ...)")
         if len(values) != n:
             raise _ContractError(f"log_extra({column!r}) got {len(values)} values for {n} samples")

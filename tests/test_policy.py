@@ -310,6 +310,7 @@ BEGUN = "{% for m in messages %}{{ m.content[0].text or m.content[:1] }}{% endfo
 USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}a"
 LAST = "{{ messages[-1].content }}a"
 QWEN3 = "{{ messages[-1].content if messages[-1].content is string }}a"
+ENDS = "z{% for m in messages %}{{ m.content.split('z')[-1] }},{% endfor %}"
 ONE = {"type": "text", "text": "1"}
 FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
@@ -324,6 +325,7 @@ FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}
         (BEGUN, [U | {"content": [ONE, ONE | {"text": "+"}]}], "leaves out what"),
         (USERS, [S, U], "leaves out what {'role': 'system'"),
         (LAST, [U, A, U], "leaves out what {'role': 'user'"),  # not the one that it says
+        (ENDS, [U, A | {"content": "z"}], "leaves out what {'role': 'assistant', 'content': 'z'}"),
         (LAST, [U | {"content": ""}, U], "1+a"),
         (LAST, [U], "1+a"),
         (LAST, [U | {"content": [ONE, {"text": "+"}]}], "1+a"),  # it would print them as Python

@@ -410,7 +410,10 @@ BREACHES = [
     (lambda completions: torch.ones(2, 1, 1), "one per completion, got Tensor"),
     (lambda completion: 1j, "got complex 1j"),
     (lambda completion: [1.0, "x"], "got str 'x'"),
-    (lambda completions, log_extra: log_extra("reward", completions), "log_extra('reward', ...)"),
+    (
+        lambda completions, log_extra: log_extra("rewards/f", completions),
+        "log_extra('rewards/f', ...)",
+    ),
 ]
 
 
@@ -556,11 +559,9 @@ def test_async_rewards_fail_like_others_and_keep_one_event_loop(workers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_reward_written_for_trl_works_unchanged(workers):
-    def from_trl(
-        prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **kwargs
-    ):
+    def from_trl(prompts, completions, completion_ids, answer, trainer_state, log_metric, **kwargs):
         texts = [c[0]["content"] for c in completions]
-        log_extra("extracted", [t.strip() for t in texts])
+        kwargs["log_extra"]("extracted", [t.strip() for t in texts])
         log_metric("length", sum(map(len, texts)) / len(texts))
         assert trainer_state.global_step == 7 and {len(i) for i in completion_ids} == {3}
         return [None if a is None else float(t == a) for t, a in zip(texts, answer)]

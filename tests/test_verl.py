@@ -94,10 +94,10 @@ def test_an_async_compute_score_and_a_missing_answer():
     async def judge(data_source, solution_str, ground_truth, extra_info):
         return 1.0 if solution_str == ground_truth else None
 
-    with RewardRunner([inside.as_reward(judge)]) as runner:
+    with RewardRunner([inside.as_reward(judge, ["acc"])]) as runner:  # verl's name for a bare score
         tasks = [Task("p", {"reward_model": {"ground_truth": "x"}})] * 2
         scored = runner(batch(["x", "y"], tasks))
-        assert scored.rewards_NR[0, 0] == 1 and scored.rewards_NR[1, 0].isnan()
+        assert (scored.rewards_NR[0] == 1).all() and scored.rewards_NR[1].isnan().all()
         with pytest.raises(ValueError, match="needs 'reward_model.ground_truth'"):
             runner(batch(["x"], [Task("p", {"answer": "x"})]))
 

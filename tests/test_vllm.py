@@ -349,6 +349,8 @@ def test_another_model_or_tokenizer_is_refused(server, tmp_path):
     policy_at(server.url)  # the same at temperature 1
     with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs"):
         policy_at(server.url, temperature=0.6)
+    with pytest.raises(ValueError, match="from 0.01 to 2, not at 0.001"):
+        policy_at(server.url, temperature=0.001)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

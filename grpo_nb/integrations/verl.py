@@ -187,7 +187,7 @@ def as_reward(
         )
 
     def read(found):
-        told = found if isinstance(found, Mapping) else {"score": found}
+        told = found if isinstance(found, Mapping) else {"score": found, "acc": found}  # as there
         number = lambda x: float(x) if isinstance(x, (bool, np.bool_)) else x  # acc is a bool there
         return {k: number(told.get(k)) for k in keys} if extras else number(told["score"])
 

@@ -193,6 +193,10 @@ def wait(self: VLLM):
 def attach(self: VLLM, policy):
     "Refuse a server of another model, tokenizer or kind of log-probs."
     self.wait()
+    if not 0.01 <= policy.temperature <= 2:  # below, it takes 0.01 and says so in its own log alone
+        raise ValueError(
+            f"vLLM samples at temperatures from 0.01 to 2, not at {policy.temperature}."
+        )
     probe = self._check_tokenizer(policy.tokenizer)
     if policy.temperature != 1 or policy.top_k or policy.top_p < 1:
         told = self._ask("/server_info?config_format=json", lacks=_needs("vllm_config"))

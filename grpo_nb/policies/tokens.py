@@ -373,7 +373,11 @@ def _templated(self: TokenPolicy, prompt: str | list[dict]) -> str:
     text = self._rendered(messages, **end)
     marks = [f"\u2e30{i}\u2e30" for i in range(len(messages))]
     marked = [_with_mark(*both) for both in zip(messages, marks)]
-    shown, said = self._rendered(marked, **end), str([m["content"] for m in messages])
+    try:
+        shown = self._rendered(marked, **end)
+    except ValueError:  # the last message is left out
+        shown = str(marked[:-1])
+    said = str([m["content"] for m in messages])
     specials = [t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special]
     if added := [x for x in specials if 0 < said.count(x) < text.count(x)]:
         raise ValueError(
