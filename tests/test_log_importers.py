@@ -152,11 +152,11 @@ def test_what_trl_printed_as_json_or_on_cut_lines_is_read(tmp_path):
 def test_lines_that_a_console_cut_are_one_row_of_verl(tmp_path):
     path = tmp_path / "verl.log"
     first = "step:1 - critic/score/mean:0.5 - actor/pg_lo\nss:-0.25 -\nactor/lr:1e-06\n- a/b:2\n"
-    path.write_text(
-        first + "epoch: 3\nstep:2 - val-core/A - b:x/acc/mean@3:0.7 - on:True - a/b:3\n"
-    )
+    last = "epoch: 3\nstep:2 - val-core/A - b:x/acc/mean@3:0.7 - on:True - a/b:3"
+    path.write_text(first + last + " - actor/entropy:1.5 - actor/entropy_loss:1.25\n")
     last = read_verl(path).iloc[1]  # a name of verl's data sets may hold what stands between pairs
-    assert last[["val-core/A - b:x/acc/mean@3", "eval_reward", "on"]].tolist() == [0.7, 0.7, 1]
+    names = ["val-core/A - b:x/acc/mean@3", "eval_reward", "on", "entropy", "actor/entropy_loss"]
+    assert last[names].tolist() == [0.7, 0.7, 1, 1.5, 1.25]
     found = read_verl(path)[["reward", "policy_loss", "learning_rate", "a/b"]].values.tolist()
     assert found[0] == [0.5, -0.25, 1e-06, 2.0] and found[1][3] == 3.0
 

@@ -44,7 +44,9 @@ def _import_rows(
         at = next((_number_of(flat[k]) for k in step if flat.get(k) is not None), math.nan)
         if math.isfinite(at):
             numbers = {k: v for k, v in flat.items() if not isinstance(v, (str, list, dict))}
-            told = {names.get(k, k): v for k, v in numbers.items() if k not in step}
+            told = {}
+            for k, v in numbers.items():  # the second of two names for one of ours stays as it is
+                told |= {} if k in step else {k if names.get(k) in told else names.get(k, k): v}
             steps.setdefault(int(at), {"step": int(at)}).update(told)
     return [steps[k] for k in sorted(steps)]
 
