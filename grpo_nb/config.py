@@ -14,6 +14,7 @@ import difflib
 import functools
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -389,6 +390,15 @@ def config_tree(config: Any) -> dict:
     return {f.name: config_tree(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
 # %% ../nbs/ground/00_config.ipynb #0ae088c3
+_NULL = r"(?i)[^=]+=(null|~)?"  # key=null, as YAML writes it
+
+
+def _part(config: Any, path: Sequence[str]) -> Any:
+    "What stands at a dotted key, or nothing."
+    get = lambda at, k: at.get(k) if isinstance(at, Mapping) else getattr(at, k, None)
+    return functools.reduce(get, path, config)
+
+
 def override(
     config: Any,  # a configuration
     overrides: Sequence[str] | Mapping[str, Any],  # ["key.sub=value"], or {"key.sub": value}
@@ -401,15 +411,22 @@ def override(
 
     tree, given = config_tree(config), given_keys(config) if given is None else given
     if isinstance(overrides, Mapping):
-        for key, value in _settings(config, overrides).items():
+        asked = _settings(config, overrides)
+        for key, value in asked.items():
             tree = _with_key(tree, key.split("."), value)
     else:
+        asked = {o.partition("=")[0]: None if re.fullmatch(_NULL, o) else o for o in overrides}
         try:
             overrides = OmegaConf.from_dotlist(list(overrides))
             tree = OmegaConf.to_container(OmegaConf.merge(tree, overrides))
         except (OmegaConfBaseException, TypeError, YAMLError) as e:
             raise ValueError(f"{overrides} cannot be read: {' '.join(str(e).split())}") from None
         overrides = OmegaConf.to_container(overrides)
+    for key in (k for k, v in asked.items() if v is None):
+        *path, name = key.split(".")
+        if isinstance(held := _part(config, path), Mapping):  # an entry, which is taken away
+            one_of(f"entry of {'.'.join(path)}", name, held)
+            functools.reduce(dict.__getitem__, path, tree).pop(name)
     changed = build_config(type(config), tree)
     _mark_given(changed, [*given, *_leaf_keys(overrides)])
     return changed
@@ -422,7 +439,7 @@ def _settings(config: Any, values: Mapping) -> dict[str, Any]:
         raise ValueError(f"{', '.join(sorted(twice))} is given twice: leave one out.")
     for key, value in values.items():
         path = str(key).split(".")
-        section = functools.reduce(lambda part, name: getattr(part, name, None), path, config)
+        section = _part(config, path)
         inner = isinstance(value, Mapping) and dataclasses.is_dataclass(section)
         inner = _settings(section, value) if inner else {"": value}
         found |= {f"{key}.{k}".rstrip("."): v for k, v in inner.items()}

@@ -25,7 +25,7 @@ from yaml import YAMLError
 
 from .. import verifiers  # noqa: F401 (their names are in REWARDS)
 from ..config import Count, build_config, config_tree, configuration, given_keys, one_of
-from ..config import override, _check_options, _fields, _fit_options, _with_key
+from ..config import override, _check_options, _fields, _fit_options, _NULL, _with_key
 from ..ahead import _check_ahead
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
@@ -123,7 +123,7 @@ def load_config(
     overrides: Sequence[str] | Mapping = (),  # ["key.sub=value"], or {"key.sub": value}
 ) -> GRPOConfig:
     "Configuration from a recipe and overrides."
-    if isinstance(overrides, Mapping):
+    if isinstance(overrides, Mapping) or any(re.fullmatch(_NULL, o) for o in overrides):
         return override(load_config(recipe), overrides)
     tree = _read_recipe(recipe, overrides)
     tree.pop("compare", None)  # the block of `grpo-nb compare`
@@ -175,9 +175,6 @@ def _read_recipe(recipe: str | Path | None, overrides: Sequence[str] = ()) -> di
                     "command line."
                 )
         tree = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))
-        for o in overrides:  # takes one away; `NAME:` in a recipe has no options
-            if taken := re.fullmatch(r"rewards\.functions\.([^.=]+)=(null|~)?", o):
-                tree.rewards.functions.pop(taken[1], None)
         return _text_keys(OmegaConf.to_container(tree, resolve=True) or {})
     except FileNotFoundError:
         raise ValueError(
