@@ -141,9 +141,13 @@ def test_what_is_no_log_is_refused_and_a_log_is_not_written_to(tmp_path):
 def test_what_trl_printed_as_json_or_on_cut_lines_is_read(tmp_path):
     "Neither has steps: every loss is one."
     path, row = tmp_path / "trl.log", {"loss": 0.5, "kl": float("nan")}
-    path.write_text(f"{json.dumps(row)}\n{{'loss': 0.25,\n'rewards/accu\nracy': 1.0}}\n")
+    path.write_text(
+        f"{json.dumps(row)}\n{{'loss': 0.25,\n'rewards/accu\nracy': 1.0}}\n"
+        "{'train_loss': 0.4, 'rewards/accuracy': 0.5}\n"  # steps after the last that was logged
+    )
     frame = read_trl(path)
-    assert frame["step"].tolist() == [1, 2] and frame["rewards/accuracy"][1] == 1.0
+    assert frame["step"].tolist() == [1, 2, 3]
+    assert frame["rewards/accuracy"].tolist()[1:] == [1.0, 0.5]
     history = [{"loss": 0.5}, {"eval_loss": 1.0}, {"loss": 0.25}]
     path.write_text(json.dumps({"log_history": history}))
     assert read_trl(path)[["step", "loss"]].values.tolist() == [[1, 0.5], [2, 0.25]]

@@ -85,10 +85,10 @@ def _printed_by_trl(text: str) -> list[dict]:
 
 
 def _numbered(rows: Iterable[Mapping]) -> Iterator[dict]:
-    "Rows with their steps, which printed ones lack: each loss is one."
+    "Rows with their steps, which printed ones lack: each that is no evaluation is one."
     step = 0
     for row in rows:
-        step = row.get("step", step + ("loss" in row))
+        step = row.get("step", step + any(k != "epoch" and k[:5] != "eval_" for k in row))
         yield row | {"step": step}
 
 # %% ../../nbs/lab/02_logs.ipynb #406b01aa
@@ -106,9 +106,9 @@ def read_trl(
     try:
         text = _read_log(path)
         history = [] if '"log_history"' in text else _printed_by_trl(text)
-        history = _numbered(history or json.loads(text)["log_history"])
+        history = history or json.loads(text)["log_history"]
         rows = [{k: v for k, v in r.items() if not _TRL_TOTALS.fullmatch(k)} for r in history]
-        rows = _import_rows([r for r in rows if r.keys() - {"step", "epoch"}], {})
+        rows = _import_rows([r for r in _numbered(rows) if r.keys() - {"step", "epoch"}], {})
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{path.name} is not a trainer state with a 'log_history': {e!r}.") from e
     return _rows_to_frame(rows, run=path.parent.name)
