@@ -639,9 +639,7 @@ def compute_advantages(
     return Advantages(values, _advantage_metrics(r, values_NK, names, raw, each))
 
 # %% ../nbs/method/01_advantages.ipynb #4bfcbd38
-def _call_estimator(
-    c: AdvantageConfig, x: Tensor, group_N, r: GroupedRewards, batch: dict, lengths_N
-) -> Tensor:
+def _call_estimator(c: AdvantageConfig, x, group_N, r: GroupedRewards, batch, lengths_N) -> Tensor:
     "Call the estimator with those keywords that it takes; 0 where no reward applies."
     name, f = ADVANTAGES.resolve(c.mode)
     takes = list(inspect.signature(f).parameters)[2:]  # the first two are rewards and groups

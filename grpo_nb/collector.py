@@ -223,18 +223,13 @@ def _likely_cause(reasons: Mapping[str, int]) -> tuple[str, str]:
         n = reasons.get(cause, 0)
         if n >= 0.8 * total:
             return cause, f"{n} of {total} filtered groups: {text}"
-    low, high = (
-        f"{reasons.get(k, 0)} are all {v}" for k, v in (("all_low", "wrong"), ("all_high", "right"))
-    )
-    said = f"of {total} filtered groups {high} and {low}"
+    low, high = reasons.get("all_low", 0), reasons.get("all_high", 0)
+    said = f"of {total} filtered groups {high} are all right and {low} are all wrong"
     if varied := reasons.get("cancelled", 0):
-        return (
-            "mixed",
-            f"{said}; the rewards of {varied} vary, and the rule drops them: look at the rule, unless that is meant",
-        )
-    return "mixed", (
-        f"{said}: raise num_generations, check that the samples of a group differ (temperature), or mix in middling tasks"
-    )
+        said += f"; the rewards of {varied} vary, and the rule drops them: look at the rule, unless that is meant"
+        return "mixed", said
+    said += ": raise num_generations, check that the samples of a group differ (temperature), or mix in middling tasks"
+    return "mixed", said
 
 # %% ../nbs/method/02_collector.ipynb #7c8d602a
 @patch
@@ -352,9 +347,7 @@ def _expected(self: GroupCollector, rate: float) -> float:
 
 # %% ../nbs/method/02_collector.ipynb #34bb3c68
 @patch
-def _metrics(
-    self: GroupCollector, trained: Rollout | None, surplus: int, carried: int
-) -> dict[str, float]:
+def _metrics(self: GroupCollector, trained: Rollout | None, surplus: int, carried: int) -> dict:
     t, n = self.tally, self._counts()
     trained = trained and trained[trained.taken_N]  # not what is masked
     samples, groups = (0, 0) if trained is None else (len(trained), trained.num_groups)

@@ -221,9 +221,7 @@ class Registry(dict):
     def __missing__(self, name, other=""):
         said = unknown_name(self.kind, name, self)
         if "Did you mean" not in said:
-            said += (
-                f" Register your own first (for a command in mine.py: python mine.py train){other}."
-            )
+            said += f" Register your own first (for a command: python mine.py train){other}."
         raise ValueError(said)
 
     def resolve(self, given: str | Callable) -> tuple[str, Any]:
@@ -251,7 +249,8 @@ def call(
 ) -> Tensor:
     "Call a component that answers with numbers; one that takes or answers something else is a ValueError."
     name, f = self.resolve(given)
-    check_call(f, f"The {self.kind} {name!r}", [type(x).__name__ for x in args], keys)
+    who = f"The {self.kind} {name!r}"
+    check_call(f, who, [type(x).__name__ for x in args], keys)
     answer = f(*args, **keys)
     try:
         x = torch.as_tensor(answer)
@@ -261,9 +260,7 @@ def call(
     else:
         if x.shape == tuple(shape) and self.dtype in (None, x.dtype) and not x.is_complex():
             return x
-    raise ValueError(
-        f"The {self.kind} {name!r} must return {self.answer}, {tuple(shape)}; got {got}."
-    )
+    raise ValueError(f"{who} must return {self.answer}, {tuple(shape)}; got {got}.")
 
 # %% ../nbs/method/00_core.ipynb #084a8269
 def seed_of(
@@ -464,10 +461,8 @@ def concat(rollouts: Sequence[Rollout]) -> Rollout:
                 f"{r.reward_names}, columns in only one of them: {sorted(odd)}."
             )
     index = [Groups.of(r.group_N) for r in rollouts]
-    starts = np.cumsum([0] + [g.num_groups for g in index])
-    first, *rest = (
-        r.replace(group_N=g.index_N + int(s)) for r, g, s in zip(rollouts, index, starts)
-    )
+    starts = np.cumsum([0] + [g.num_groups for g in index]).tolist()
+    first, *rest = (r.replace(group_N=g.index_N + s) for r, g, s in zip(rollouts, index, starts))
     return first.map(_join, *rest)
 
 # %% ../nbs/method/00_core.ipynb #8e9795fb

@@ -123,9 +123,8 @@ def update(
 ) -> None:
     "Learn from one batch."
     c = self.config
-    tasks, rate, n = _pool_feedback(
-        self.num_tasks, indices, values, c.m if counts is None else counts
-    )
+    counts = c.m if counts is None else counts
+    tasks, rate, n = _pool_feedback(self.num_tasks, indices, values, counts)
     if not len(tasks):
         return
     solved = unsolved = 0.0

@@ -414,10 +414,8 @@ def pack(
     if isinstance(value, (list, tuple)):
         return _pack_list(value, name, tensors)
     if isinstance(value, Mapping):
-        pairs = [
-            [pack(k, name, tensors), pack(v, f"{name}.{k}", tensors)] for k, v in value.items()
-        ]
-        return {"dict": pairs}
+        both = lambda k, v: [pack(k, name, tensors), pack(v, f"{name}.{k}", tensors)]
+        return {"dict": [both(k, v) for k, v in value.items()]}
     if all(hasattr(value, k) for k in ("prompt", "columns", "taskset_id", "index")):
         task = {k: getattr(value, k) for k in ("prompt", "columns", "taskset_id", "index")}
         return {"task": pack(task, name, tensors)}

@@ -189,9 +189,7 @@ def resolve_metric(
     return torch.where(rollout.taken_N.to(x.device), x, torch.nan)
 
 
-def _check_metrics(
-    metrics: Sequence, reward_names: Sequence[str], info: Collection[str] = ()
-) -> None:
+def _check_metrics(metrics: Sequence, reward_names: Sequence[str], info: Collection[str] = ()):
     "Refuse a metric that a rollout with these rewards and columns does not hold."
     one = {"acc"} if len(reward_names) == 1 else set()
     known = {*reward_names, *info, *one, *(_TOTALS if reward_names else ())}
@@ -235,9 +233,8 @@ class FilterGroupsConfig:
         if self.rule == "metric" and not self.metrics:
             raise ValueError("filter_groups.rule='metric' needs filter_groups.metric, e.g. 'acc'.")
         if self.metrics and self.rule in ("all_components", "combined", "sum"):
-            raise ValueError(
-                f"Give filter_groups.metric={self.metric!r} or rule={self.rule!r}, not both."
-            )
+            both = f"filter_groups.metric={self.metric!r} and rule={self.rule!r}"
+            raise ValueError(f"{both}: give one of them.")
 
     @property
     def metrics(self) -> tuple:

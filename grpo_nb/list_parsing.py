@@ -158,9 +158,7 @@ _YEAR = re.compile(r"(?<!\d)(?:1[89]|20)\d\d(?!\d)")
 def _list_bounds(lines: Sequence[str]) -> tuple[int, int]:
     "The list is lines[first:stop], with leading and trailing prose outside."
     has = [any(c.isalnum() for c in line) for line in lines]
-    like = [
-        i for i, x in enumerate(lines) if has[i] and (_MARKER.match(x) or _read_item(x) is not None)
-    ]
+    like = [i for i, x in enumerate(lines) if has[i] and (_MARKER.match(x) or _read_item(x))]
     if not like:
         return 0, len(lines)
     sentence = [x.rstrip(" \t*_\"'”’)").endswith((".", "!", "?", ":", "…")) for x in lines]

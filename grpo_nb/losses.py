@@ -183,10 +183,9 @@ def _item_mean(x_NS: Tensor, mask_NS: Tensor, item_NS: Tensor) -> Tensor:
     "Mean over the steps of each item; text around the items is an item too, under an id of its own (say -1)."
     index_NS, width = _item_index(item_NS, mask_NS)
     x_NS, count_NS = apply_mask(x_NS, mask_NS), apply_mask(mask_NS, mask_NS).to(x_NS.dtype)
-    sum_NK, count_NK = (
-        v.new_zeros(len(v), width).scatter_add(1, index_NS, v) for v in (x_NS, count_NS)
-    )
-    return apply_mask((sum_NK / count_NK.clamp(min=1)).gather(1, index_NS), mask_NS)
+    add = lambda v_NS: v_NS.new_zeros(len(v_NS), width).scatter_add(1, index_NS, v_NS)  # (N, K)
+    mean_NK = add(x_NS) / add(count_NS).clamp(min=1)
+    return apply_mask(mean_NK.gather(1, index_NS), mask_NS)
 
 
 def _item_index(item_NS, mask_NS) -> tuple[Tensor, int]:

@@ -90,7 +90,7 @@ def _completion_metrics(rollout: Rollout) -> dict[str, float]:
         found["completions/clipped_ratio"] = share = truncated_N.float().mean().item()
         if share == 1:
             said = (
-                "No sample of a step ended by itself: raise policy.max_new_tokens, or ask for less."
+                "No sample of a step ended by itself: raise policy.max_new_tokens or ask for less."
             )
             warnings.warn(said, stacklevel=4)
     if "entropy" in rollout.info:

@@ -66,6 +66,5 @@ def make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Optim
         said = f"Weights in {low[0]} lose most updates of lr={config.lr:g} to rounding: load them in torch.float32, and "
         warnings.warn(said + "compute in bfloat16 with policy.autocast.", stacklevel=2)
     fused = all(p.device.type in ("cpu", "cuda") for p in params)
-    return torch.optim.AdamW(
-        params, config.lr, config.betas, weight_decay=config.weight_decay, fused=fused
-    )
+    how = {"betas": config.betas, "weight_decay": config.weight_decay, "fused": fused}
+    return torch.optim.AdamW(params, config.lr, **how)

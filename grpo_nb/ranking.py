@@ -39,9 +39,7 @@ def exp_inf(rel_NK: np.ndarray) -> np.ndarray:  # (N, K)
     return np.asarray(rel_NK, dtype=float)
 
 # %% ../nbs/method/02_ranking.ipynb #a26c8866
-def _hit_matrix(
-    lists: Sequence[ParsedList], relevant: Sequence[Iterable], num_ranks: int
-) -> np.ndarray:
+def _hit_matrix(lists: Sequence[ParsedList], relevant: Sequence, num_ranks: int) -> np.ndarray:
     "(N, K) 0 or 1: which ranks of N lists are films that would please their user."
     hit_NK = np.zeros((len(lists), num_ranks))
     for n, (parsed, films) in enumerate(zip(lists, relevant, strict=True)):
@@ -122,9 +120,7 @@ class SafetyOracle:
         self.threshold = check_number("threshold", threshold, 0, 1)
         found = {}  # by film; one with two different entries is refused
         for film, risk in risks.items():
-            risk = {
-                t: check_number(f"The risk {t!r} of {film!r}", v, 0, 1) for t, v in risk.items()
-            }
+            risk = {t: check_number(f"Risk {t!r} of {film!r}", v, 0, 1) for t, v in risk.items()}
             first, known = found.setdefault(film_key(film), (film, risk))
             if known != risk:
                 raise ValueError(f"{first!r} and {film!r} are one film with two entries: keep one.")

@@ -237,9 +237,7 @@ def _named_specs(functions: Any) -> list[RewardSpec]:
         )
     labels = [label for s in specs for label in s.labels()]
     if not labels or len(set(labels)) < len(labels):
-        raise ValueError(
-            f"Rewards need different names, at least one, got {labels}: give {{'name': function}}."
-        )
+        raise ValueError(f"Rewards need different names, got {labels}: give {{'name': function}}.")
     return specs
 
 # %% ../nbs/method/03_reward_runner.ipynb #ca749696

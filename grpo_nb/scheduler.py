@@ -202,9 +202,8 @@ def _selectors_of(tasksets: Sequence, selectors: Any) -> list[BaseSelector]:
     configs = list(selectors) if several else [selectors] * len(tasksets)
     if len(configs) != len(tasksets):
         raise ValueError(f"{len(configs)} selectors for {len(tasksets)} tasksets: give one each.")
-    return [
-        s if isinstance(s, BaseSelector) else make_selector(t, s) for t, s in zip(tasksets, configs)
-    ]
+    made = lambda t, s: s if isinstance(s, BaseSelector) else make_selector(t, s)
+    return list(map(made, tasksets, configs))
 
 # %% ../nbs/method/03_scheduler.ipynb #611a2d82
 @patch(as_prop=True)

@@ -169,9 +169,7 @@ def get_indices(
     return indices, {"indices": indices.tolist(), "current_index": start, **self.info(indices)}
 
 # %% ../nbs/method/02_selectors.ipynb #ec75afe6
-def _check_chosen(
-    selector: BaseSelector, indices: Any, low: int, high: int | None = None
-) -> np.ndarray:
+def _check_chosen(selector: BaseSelector, indices, low: int, high: int | None = None) -> np.ndarray:
     "(low..high,) what a selector chose; ValueError with its name if these are not tasks of its taskset. No `high`: exactly `low`."
     high = low if high is None else high
     try:

@@ -288,9 +288,7 @@ class Taskset:
         self.rename, self._columns, self._keys = dict(rename or {}), {}, None
         first = rows.row(0)
         if missing := {k for k in self.rename if _field_of(first, k) is None} - first.keys():
-            raise ValueError(
-                f"{rows.where(0)}: no {min(missing)!r} to rename in {', '.join(first)}."
-            )
+            raise ValueError(f"{rows.where(0)}: no {min(missing)!r} to rename in {[*first]}.")
         self._task(first, 0)
         if not getattr(rows, "on_demand", False) and len(rows) <= 10**5:  # about a second
             for _ in self:

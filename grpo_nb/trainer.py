@@ -376,10 +376,8 @@ class TrainerConfig:
     def __post_init__(self):
         mode, low = ADVANTAGES.resolve(self.advantage.mode)[0], self.advantage.options.get("low", 0)
         if self.rewards.kl_in_reward and mode in ("saw", "sa_mrpo") and np.ravel(low)[-1] >= 0:
-            said = (
-                f"rewards.kl_in_reward goes below low={low!r} of {mode}: use update.loss.kl_coef."
-            )
-            raise ValueError(said)
+            why = f"rewards.kl_in_reward goes below low={low!r} of {mode}: use update.loss.kl_coef."
+            raise ValueError(why)
 
 # %% ../nbs/method/04_trainer.ipynb #3c1ad1fd
 GRPO.config_class = TrainerConfig  # what a mapping, or no configuration at all, becomes

@@ -286,9 +286,7 @@ def metrics(self: UpdateReport) -> dict[str, float]:
     return out
 
 # %% ../nbs/method/02_update.ipynb #65f06bca
-def _kl_mask_and_skipped(
-    c: UpdateConfig, rollout: Rollout, advantages: Tensor
-) -> tuple[Tensor, Tensor]:
+def _kl_mask_and_skipped(c, rollout: Rollout, advantages: Tensor) -> tuple[Tensor, Tensor]:
     "(N, S) steps that get the KL term; (N,) samples that can contribute to no gradient and no statistic."
     n, mask_NS = len(rollout), rollout.mask_NS.bool()
     zero_N = advantages.reshape(n, -1).eq(0).all(1).cpu() if n else torch.zeros(0).bool()

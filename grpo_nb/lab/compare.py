@@ -243,10 +243,8 @@ def _question(spec: Mapping[str, Any]) -> dict[str, Any]:
     "What a stored study has to share with a new one, by dotted key."
     # which end of the metric tuning has chosen is all that directions change in the runs
     lowest = bool(spec["tune"]) and _is_lower(spec["metric"], spec.get("lower_is_better", ()))
-    shown = ("lower_is_better", "functions")
-    return flat_keys({k: v for k, v in spec.items() if k not in shown}) | {
-        "lower_is_better": lowest
-    }
+    asked = {k: v for k, v in spec.items() if k != "functions"}
+    return flat_keys(asked | {"lower_is_better": lowest})
 
 # %% ../../nbs/lab/08_compare.ipynb #0ad4552a
 def _stored_study(store: Path, spec: Spec, if_changed: str) -> Study | None:

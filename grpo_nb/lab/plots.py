@@ -140,9 +140,7 @@ def _logged(frame, metrics: Mapping[str, str] | str) -> dict[str, np.ndarray]:
     return out
 
 # %% ../../nbs/lab/02_plots.ipynb #2273cf12
-def _register_lines(
-    name: str, ylabel: str, metrics: Mapping[str, str] | str, flat: str = "", **look
-) -> None:
+def _register_lines(name: str, ylabel: str, metrics: dict[str, str] | str, flat: str = "", **look):
     "A panel that draws lines of metrics; `flat` is said where all are practically 0, `look` are fields of `Panel`."
 
     def panel(frame) -> Panel:

@@ -534,7 +534,5 @@ def load(
     if folder.parent.name == "checkpoints" and _is_run(run) and "run.dir" not in keys:
         trainer.session.resumed_run = run
         if "run.if_exists" in keys:
-            _tell(
-                "Without effect: run.if_exists (GRPO.load goes on with the run of the checkpoint)."
-            )
+            _tell("Without effect: run.if_exists (GRPO.load goes on with the checkpoint's run).")
     return trainer

@@ -257,9 +257,7 @@ class _TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ValueError(
-                "run.tensorboard needs the package: pip install tensorboard."
-            ) from None
+            raise ValueError("run.tensorboard needs a package: pip install tensorboard.") from None
         self.open, self.writer = SummaryWriter, None
 
     def start(self, run: "Run", config: Mapping) -> None:
@@ -464,11 +462,9 @@ def _differences(old: Mapping, new: Mapping) -> dict[str, list]:
 def _note_changes(self: Run, config: dict, around: dict) -> None:
     "Say where the configuration, or the parts and the machine, are others than those of the record."
     bare = lambda x: re.sub(r"(<passed: )[\w.]*\.", r"\1", str(x))  # without __main__ or a module
-    for kind, told, is_now in (
-        ("config", self.config, config),
-        ("environment", self.environment, around),
-    ):
-        old, new = flat_keys(told), flat_keys(is_now)
+    both = {"config": (self.config, config), "environment": (self.environment, around)}
+    for kind, pair in both.items():
+        old, new = map(flat_keys, pair)
         changed = {k: v for k, v in _differences(old, new).items() if bare(v[0]) != bare(v[1])}
         if old and new and changed and changed != self._changed.get(kind):
             self._changed[kind] = changed
@@ -499,7 +495,7 @@ def _laid_out(self: Run):
     except BaseException:
         with contextlib.suppress(Exception):
             self.close()
-        for name in _RUN_FILES if self._new else ():
+        for name in _RUN_FILES.split() if self._new else ():
             (self.dir / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it holds something else
             self.dir.rmdir()
@@ -507,7 +503,7 @@ def _laid_out(self: Run):
 
 
 _RUN_FILES = (
-    "config.yaml environment.json status.json metrics.jsonl samples.jsonl events.jsonl lock".split()
+    "config.yaml environment.json status.json metrics.jsonl samples.jsonl events.jsonl lock"
 )
 
 # %% ../../nbs/lab/01_record.ipynb #6d9a7f25

@@ -401,9 +401,7 @@ def _embed(figure, about: str) -> str:
     return f'<img alt="{escape(about)}" src="data:image/png;base64,{code}">'
 
 
-def _write_page(
-    path: str | Path, title: str, lead: str, sections: Mapping[str, Sequence[str]]
-) -> Path:
+def _write_page(path: str | Path, title: str, lead: str, sections: Mapping[str, list]) -> Path:
     "A page on which nothing is loaded from elsewhere; sections of HTML by heading, without the empty ones."
     from jinja2 import Environment
 

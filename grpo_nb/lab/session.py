@@ -351,9 +351,8 @@ def sample_table(
     total = weighted_sum(r.rewards, weights or [1.0] * len(r.reward_names))  # (N,) or (N, K)
     columns["reward"] = total[:, None].flatten(1).nanmean(1).to(reward_NR).tolist()
     logged = r.info.get("logged", ())
-    columns |= {
-        k: [row.get(k) for row in logged] for k in dict.fromkeys(k for x in logged for k in x)
-    }
+    names = dict.fromkeys(k for row in logged for k in row)
+    columns |= {k: [row.get(k) for row in logged] for k in names}
     if "truncated" in r.info:
         columns["truncated"] = r.info["truncated"].tolist()
     return columns

@@ -111,9 +111,7 @@ def _is_lower(metric: str, names: Iterable[str]) -> bool:
     return metric.removeprefix(MEAN) in {n.removeprefix(MEAN) for n in names}
 
 # %% ../../nbs/lab/04_study.ipynb #adebe618
-KEEP = tuple(
-    "reward frac_reward_zero_std entropy completions/mean_length updates_per_rollout".split()
-)
+KEEP = "reward frac_reward_zero_std entropy completions/mean_length updates_per_rollout".split()
 
 
 def _compact(run: Mapping, keep: Sequence[str], metric: str) -> dict:

@@ -70,10 +70,8 @@ def _read_files(source: Any):
         raise ValueError(
             f"No samples in {str(source)!r}: give a run directory, TRL's completions folder or verl's rollout dump."
         )
-    tables = [
-        pd.read_parquet(p) if p.suffix == ".parquet" else pd.DataFrame(read_jsonl(p)[0])
-        for p in inside
-    ]
+    rows = lambda p: pd.DataFrame(read_jsonl(p)[0])
+    tables = [pd.read_parquet(p) if p.suffix == ".parquet" else rows(p) for p in inside]
     run = path.parent if path.is_dir() else path.parent.parent
     # TRL's log names its rewards; what else is noted beside a completion is none
     log = read_trl(run) if _trainer_states(run) else ()

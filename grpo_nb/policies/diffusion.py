@@ -299,10 +299,8 @@ def _means(self: DiffusionPolicy, r: Rollout) -> tuple[Tensor, Tensor, Tensor, T
     self._same_chain(r)
     s, path = r.states["step"].shape[1], r.states["latents"]
     flat = lambda v: v.flatten(0, 1).to(self.device)
-    given = map(r.states.get, ("condition", "frames"))
-    condition, frames = (
-        v if v is None else v.to(self.device).repeat_interleave(s, 0) for v in given
-    )
+    each = lambda v: v if v is None else v.to(self.device).repeat_interleave(s, 0)
+    condition, frames = (each(r.states.get(k)) for k in ("condition", "frames"))
     x, y = (flat(v).to(self.dtype) for v in (path[:, :s], path[:, 1 : s + 1]))
     step, std = flat(r.states["step"]), flat(r.states["std"])
     mean, _ = self.sampler.step(x, self._denoise(x, step, condition, frames), step)

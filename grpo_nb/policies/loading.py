@@ -345,9 +345,8 @@ def _has_adapters(model: nn.Module) -> bool:
 # %% ../../nbs/method/02_policies.loading.ipynb #92fd73d2
 def _check_extras(model: nn.Module, config):
     "Refuse options that found nothing to train."
-    asked = {
-        f"modules_to_save={m!r}": f"{m}.modules_to_save." for m in config.modules_to_save or ()
-    }
+    saved = config.modules_to_save or ()
+    asked = {f"modules_to_save={m!r}": f"{m}.modules_to_save." for m in saved}
     for m in getattr(config, "target_parameters", None) or ():
         asked[f"target_parameters={m!r}"] = f"parameter {m.rpartition('.')[2]}."
     if config.bias != "none":
@@ -462,9 +461,7 @@ def _write_adapter(model: nn.Module, path: str | Path):
         raise ValueError("Several adapters are active: activate one, model.set_adapter(name).")
     config = copy.copy(model.peft_config[names[0]])
     if str(getattr(config, "init_lora_weights", "")).startswith("pissa_niter"):
-        said = (
-            "pissa_niter changed the model's weights at random, and an adapter does not hold them"
-        )
+        said = "pissa_niter changed the model's weights at random, which no adapter holds"
         raise ValueError(f"{said}: use save_pretrained, or pissa.")
     config.base_model_name_or_path, config.task_type = model.name_or_path, "CAUSAL_LM"
     config.inference_mode = True

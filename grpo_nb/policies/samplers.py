@@ -162,10 +162,8 @@ def ddim_sampler(
     check_number("num_steps", num_steps, 1, train_steps, whole=True)
     ab = _signal_levels(train_steps)
     at = [round((i + 1) * train_steps / num_steps) - 1 for i in range(num_steps)][::-1]
-    levels = [ab[t] for t in at]
-    return Sampler(
-        scheme, tuple(map(float, at)), tuple(levels), (*levels[1:], 1.0), prediction, eta
-    )
+    times, levels = tuple(map(float, at)), tuple(ab[t] for t in at)
+    return Sampler(scheme, times, levels, (*levels[1:], 1.0), prediction, eta)
 
 # %% ../../nbs/method/02_policies.samplers.ipynb #29539c9c
 def ddpm_sampler(

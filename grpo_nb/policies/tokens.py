@@ -158,12 +158,10 @@ _ENGINES = {"vllm": ("grpo_nb.integrations.vllm", "VLLM")}  # imported when aske
 
 def _open_engine(engine: Any):
     "The engine of {kind: vllm, url: ...}, once it answers; an engine or None as they are."
-    if not isinstance(engine, Mapping):
-        if engine is not None and not hasattr(engine, "attach"):
-            raise ValueError(
-                f"engine is a mapping {{kind: vllm, url: ...}} or null, got {engine!r}."
-            )
+    if engine is None or hasattr(engine, "attach"):
         return engine
+    if not isinstance(engine, Mapping):
+        raise ValueError(f"engine is a mapping {{kind: vllm, url: ...}} or null, got {engine!r}.")
     module, name = _ENGINES[one_of("policy.engine.kind", engine.get("kind"), _ENGINES)]
     options = {k: v for k, v in engine.items() if k != "kind"}
     made = getattr(importlib.import_module(module), name)(**options)
@@ -419,10 +417,8 @@ def _rendered(self: TokenPolicy, messages: list[dict], **end) -> str:
         error, about = e, str(e).split("\n")[0].rstrip(".")
     if not several or not all(isinstance(_text(p), str) for m in several for p in m["content"]):
         raise ValueError(f"The chat template does not take {messages!r}: {about}.") from error
-    bare = [
-        m | {"content": "".join(map(_text, m["content"]))} if m in several else m for m in messages
-    ]
-    return self._rendered(bare, **end)
+    joined = lambda m: m | {"content": "".join(map(_text, m["content"]))}
+    return self._rendered([joined(m) if m in several else m for m in messages], **end)
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #aedbaa65
 @patch
