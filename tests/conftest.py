@@ -35,6 +35,5 @@ def pytest_collection_modifyitems(items):
         test = getattr(item, "obj", None)
         if getattr(test, "is_hypothesis_test", False):
             old = test._hypothesis_internal_use_settings
-            test._hypothesis_internal_use_settings = settings(
-                old, max_examples=old.max_examples * FUZZ
-            )
+            more = settings(old, max_examples=old.max_examples * FUZZ)
+            test._hypothesis_internal_use_settings = more

@@ -375,9 +375,8 @@ def test_scores_by_task_are_stored_and_give_an_interval_for_other_tasks(tmp_path
         assert len(scores) == 12
         assert abs(np.mean(scores) - r["curve"]["eval_sampled"][-1]) < 1e-4
     notes = "\n".join(study.table().notes)
-    said = re.search(
-        r"For other tasks as well as other seeds: a (.*?) \[(.*?), (.*?)\]; b .*difference", notes
-    )
+    said = r"For other tasks as well as other seeds: a (.*?) \[(.*?), (.*?)\]; b .*difference"
+    said = re.search(said, notes)
     mine = [r["by_task"]["eval_sampled"] for r in study.reported if r["variant"] == "a"]
     assert [float(x) for x in said.groups()] == pytest.approx(two_way_interval(mine), abs=6e-4)
 

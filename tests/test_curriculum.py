@@ -39,9 +39,8 @@ class Tasks:
 
     def __init__(self, size, shift):
         self.ease = np.linspace(2, -2, size) - shift
-        self.columns = {
-            k: 1 / (1 + np.exp(-(self.ease + s))) for k, s in (("weak", -1), ("strong", 3))
-        }
+        skills = {"weak": -1, "strong": 3}
+        self.columns = {k: 1 / (1 + np.exp(-(self.ease + s))) for k, s in skills.items()}
 
     def __len__(self):
         return len(self.ease)
@@ -154,9 +153,7 @@ def test_recipe_trains_two_steps(tmp_path, capsys):
     assert rows["selection/pass_rate"].between(0, 1).all()
 
 
-OFTEN, NEVER = (
-    f"{{format_match: {{pattern: '{x}'}}}}" for x in ("<think>.[0-5].*", "no such text")
-)
+OFTEN, NEVER = (f"{{format_match: {{pattern: '{x}'}}}}" for x in ("<think>.[0-5].*", "nonsense"))
 
 
 @pytest.mark.parametrize(

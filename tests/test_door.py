@@ -286,14 +286,11 @@ def test_what_is_set_on_the_parts_between_fits_is_in_the_record_and_in_the_check
     trainer.fit(1).close()
     changes = trainer.run.events().set_index("kind").changes.dropna()
     assert changes["config_changed"] == {"policy.temperature": [1.0, 0.5]}
-    assert {"parts.eval_tasks", "parts.optimizer_has.weight_decay"} <= {
-        *changes["environment_changed"]
-    }
+    noted = {*changes["environment_changed"]}
+    assert {"parts.eval_tasks", "parts.optimizer_has.weight_decay"} <= noted
     again = GRPO.load(tmp_path / "run", eval_tasks=ROWS)
-    assert (again.policy.temperature, again.optimizer.param_groups[0]["weight_decay"]) == (
-        0.5,
-        0.25,
-    )
+    decay = again.optimizer.param_groups[0]["weight_decay"]
+    assert (again.policy.temperature, decay) == (0.5, 0.25)
     again.policy.stop = 5
     again.fit(1).close()
     with pytest.raises(ValueError, match="stop .5.*policy=..."):
@@ -557,7 +554,6 @@ BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8,
         (lambda p: gdpo(torch.ones(2, 1), 3), "one id per sample, got 3"),
         (lambda p: opo(torch.ones(2), [0, 0], lengths_N=[1]), "tokens of each of 2 responses"),
         (lambda p: PassRateEstimator(2, np.ones(3), np.ones(3)), "one for each of 2 tasks"),
-        (lambda p: PassRateEstimator(2, np.ones(2)), "Give weaker and stronger"),
         (lambda p: PassRateEstimator(4, rho=0).update([4], [0.5]), "0..3"),
         (lambda p: PassRateEstimator(4, rho=0).update([0.5], [0.5]), "integers"),
         (lambda p: PassRateEstimator(4, rho=0).update([0, 1], [0.5]), "one value per index"),
@@ -597,7 +593,6 @@ BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8,
         (lambda p: GRPO(p, ROWS, RIGHT, {3: 1}), "Unknown key '3'"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.gates": [{"component": "a", "on": "b", "at_most": 0}]}), "from 1 to 0 never opens"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"advantage.weights": {"right": "x"}}), "a sequence of 1 numbers"),
-        (lambda p: GRPO(p, ROWS, RIGHT, {"run.wandb": "on"}), "Unknown run.wandb 'on'|run.wandb"),
         (lambda p: GRPO(p, ROWS, RIGHT, SMALL, {"a": []}), "There are no tasks"),
         (lambda p: TokenPolicy.from_pretrained("none", temprature=1), "Did you mean 'temperature'"),
         (lambda p: GRPO.from_config({"policy.model": "none"}, callback=[]), "Did you mean 'callbacks'"),
@@ -607,10 +602,8 @@ BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8,
         (lambda p: GRPO(p, ROWS, RIGHT, {"update.loss.policy_loss": lambda x: x}), "but takes .x.: too many"),
         (lambda p: load_config(None, ["tasks.eval={a: x.jsonl, b: 3}"]), "must be text or {name: text}"),
         (lambda p: open_policy({"engine": {"kind": "vllm"}}), "policy.engine: url must be text"),
-        (lambda p: TokenPolicy(p.model, p.tokenizer, stop={"=": 1}), "stop=.* is not one token"),
         (lambda p: TokenPolicy(copy.deepcopy(p.model).to("meta"), p.tokenizer), "are on meta: load it on one device"),
         (lambda p: p.generate("1\ud800"), "Half a character"),
-        (lambda p: TokenPolicy(p.model, p.tokenizer, temperature=float("inf")), "must be > 0 and finite"),
         (lambda p: TokenPolicy(p.model, p.tokenizer, stop=torch.tensor([5, 10**6])), "stop=1000000 is not one token"),
         (lambda p: TokenPolicy(p.model, p.tokenizer, shard="false"), "shard must be true or false or null, got 'false'"),
         (lambda p: TokenPolicy(p.model, p.tokenizer.backend_tokenizer), "tokenizer is one of transformers, got a Tokenizer"),

@@ -100,14 +100,12 @@ def test_statistics_are_those_of_the_definition(layout, dtype, size, count, widt
     assert torch.equal(x.nan_to_num(9), before.nan_to_num(9))
     got = torch.stack([s.mean, s.std, s.min, s.max, s.count.double()], -1).numpy()
     index = Groups.of(ids).index_N
-    np.testing.assert_allclose(
-        got, stats_by_group(x.double().numpy(), index.numpy(), 1), atol=1e-12
-    )
+    want = stats_by_group(x.double().numpy(), index.numpy(), 1)
+    np.testing.assert_allclose(got, want, atol=1e-12)
     constant = (s.spread == 0) & (s.count > 1)
     assert (s.std[constant] == 0).all() and torch.equal(s.mean[constant], s.min[constant])
-    torch.testing.assert_close(
-        s.distance, x.double() - s.mean[index], atol=1e-12, rtol=0, equal_nan=True
-    )
+    want = x.double() - s.mean[index]
+    torch.testing.assert_close(s.distance, want, atol=1e-12, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))

@@ -47,9 +47,8 @@ def test_imports_stand_in_cells_of_their_own(path):
         if cell["cell_type"] != "code" or "nbdev_export" in source or "__name__" in source:
             continue
         lines = [x for x in source.splitlines() if not x.startswith(("%", "!"))]
-        kinds = [
-            isinstance(n, ast.Import | ast.ImportFrom) for n in ast.parse("\n".join(lines)).body
-        ]
+        body = ast.parse("\n".join(lines)).body
+        kinds = [isinstance(n, ast.Import | ast.ImportFrom) for n in body]
         assert all(kinds) or not any(kinds), source
 
 

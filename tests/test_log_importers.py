@@ -96,12 +96,9 @@ def test_numbers_of_every_kind_torn_lines_and_what_is_no_log(tmp_path):
     assert frame.reward.tolist() == [0.25, 0.5] and frame.kl.tolist() == [0.1, 0.1]
     path.write_text("step:1 - critic/score/mean:1024 - actor/lr:tensor(5.0e-1)\nstep:2 - crit")
     assert read_verl(path)[["reward", "learning_rate"]].values.tolist()[0] == [1024, 0.5]
-    rows = (
-        '{"data": {"critic/score/mean": NaN, "my/metric": Infinity}, "step": 1}\n{"no": "step"}\n'
-    )
-    path.write_text(
-        rows + rows.replace("NaN", "1").replace("1}", "2}") + '{"step": "x"}\n{"step": [1]}\n'
-    )
+    row = '{"data": {"critic/score/mean": NaN, "my/metric": Infinity}, "step": 1}\n{"no": "step"}\n'
+    odd = '{"step": "x"}\n{"step": [1]}\n'
+    path.write_text(row + row.replace("NaN", "1").replace("1}", "2}") + odd)
     path = path.rename(tmp_path / "log.jsonl")
     frame = Run.open(path).frame()
     assert frame.reward.fillna(-9).tolist() == [-9, 1] and "my/metric" in frame

@@ -10,7 +10,7 @@ import pytest
 import torch
 from resumed import check_resume, every, is_timing
 
-from grpo_nb.all import ADVANTAGES, GRPO, GRPOConfig, Rollout, TokenPolicy, data_path
+from grpo_nb.all import ADVANTAGES, GRPO, GRPOConfig, Rollout, TokenPolicy
 from grpo_nb.all import reward_function, seeded
 from grpo_nb.losses import AGGREGATIONS
 from grpo_nb.processes import place
@@ -318,9 +318,7 @@ def digits(completion, **_):
 
 
 def token_policy(shard, **options):
-    return TokenPolicy.from_pretrained(
-        data_path("tiny-llama"), max_new_tokens=8, shard=shard, **options
-    )
+    return TokenPolicy.from_pretrained("data:tiny-llama", max_new_tokens=8, shard=shard, **options)
 
 
 def make_tokens(shard, lr=1e-4, **options):

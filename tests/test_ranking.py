@@ -23,9 +23,8 @@ FILM_LINES = ["Heat (1995)", "1. Heat (1995)", "- Fargo (1996)", '"Big" (1988)',
 OTHER_LINES = ["Alien, 1979", "Scream", "", "   ", "---", "Films for you:", "Enjoy!"]
 line = st.sampled_from([*FILM_LINES, "2001: A Space Odyssey (1968)", *OTHER_LINES])
 newline = st.sampled_from(["\n", "\r\n", "\n\n", "\r"])
-answer = st.lists(st.tuples(line, newline), max_size=9).map(
-    lambda parts: "".join(a + b for a, b in parts)
-)
+joined = lambda parts: "".join(a + b for a, b in parts)
+answer = st.lists(st.tuples(line, newline), max_size=9).map(joined)
 
 
 def cut(text, cuts):

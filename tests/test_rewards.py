@@ -568,9 +568,8 @@ def test_a_reward_written_for_trl_works_unchanged(workers):
 
     chat = [{"role": "user", "content": "1+1="}]
     open_turn = [*chat, {"role": "assistant", "content": "It is "}]
-    tasks = [
-        Task(p, {"answer": a}) for p, a in zip((chat, chat, open_turn), ("2", None, "It is 2"))
-    ]
+    given = (chat, "2"), (chat, None), (open_turn, "It is 2")
+    tasks = [Task(p, {"answer": a}) for p, a in given]
     ids = {"completion_ids": torch.ones(3, 3, dtype=torch.long)}
     with RewardRunner([from_trl, length_target(3)], workers=workers, chunk_size=2) as runner:
         runner.trainer_state["global_step"] = 7

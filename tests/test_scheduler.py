@@ -51,9 +51,7 @@ def build(case):
             kwargs |= {"c_range": None}  # no limit of the interpolation; the earlier name
             kwargs |= {"method": "parity"} if "torch_stream" in case["tags"] else {}
         data.append(Table(t["size"], features))
-        selectors.append(
-            TaskSelectorConfig(t["selector"], t.get("seed", 42), list(features), kwargs)
-        )
+        selectors += [TaskSelectorConfig(t["selector"], t.get("seed", 42), list(features), kwargs)]
     end = {"total_epochs": p["total_epochs"], "total_steps": p["total_steps"]}
     return TasksetScheduler(data, p["batch_size"], selectors, **end)
 

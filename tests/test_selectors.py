@@ -201,10 +201,8 @@ def chi_square(draws, w):
 @pytest.mark.parametrize("method", ["auto", "parity"])
 def test_difficulty_based_follows_the_softmax_exactly(method):
     "Ordered pairs of 7 tasks against Plackett-Luce; 99.9 % point with 41 degrees of freedom is 74.7."
-    data = {
-        "a": np.array([0.0, 0.1, 0.1, 0.3, 0.5, 0.5, 0.2]),
-        "b": np.array([0.2, 0.4, 0.9, 0.6, 0.8, 0.5, 0.3]),
-    }
+    data = {"a": np.array([0.0, 0.1, 0.1, 0.3, 0.5, 0.5, 0.2])}
+    data["b"] = np.array([0.2, 0.4, 0.9, 0.6, 0.8, 0.5, 0.3])
     kwargs = {"tau": 0.15, "target_reward": 0.5, "rho": 0.5, "method": method}
     s = make_selector(data, {**BOTS, "seed": 5, "kwargs": kwargs})
     s.update([0, 3], [0.25, 0.75])

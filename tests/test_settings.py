@@ -112,10 +112,8 @@ rewards.functions.exact_answer.marker=</think>""".split()
 @pytest.mark.filterwarnings("ignore")
 def test_a_file_trains_a_step_of_the_embedded_model(name):
     case, library = CASES[name], name.split("/")[0]
-    given, processes = (
-        case.get("settings") or case["overrides"],
-        case["expected"].get("processes", 1),
-    )
+    given = case.get("settings") or case["overrides"]
+    processes = case["expected"].get("processes", 1)
     trainer = GRPO.from_config(read_settings(library, given, TINY, processes).config)
     assert math.isfinite(trainer.step()["loss"])
 
@@ -276,14 +274,10 @@ def test_a_misspelt_key_is_told_with_the_one_that_was_meant():
     trinity = {"algorithm.advantage_fn_args.std_cal_level": "batch"}
     assert config_from_trinity(trinity).config.advantage.mode == "grpo_batch"
     trl = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 2}
-    verl = {
-        f"algorithm.rollout_correction.rollout_is{k}": v
-        for k, v in {"": "token", "_threshold": 2.0}.items()
-    }
-    for read, want in (
-        (config_from_trl(trl), "token_mask"),
-        (config_from_verl(verl), "token_truncate"),
-    ):
+    at = "algorithm.rollout_correction.rollout_is"
+    verl = {at: "token", f"{at}_threshold": 2.0}
+    both = {"token_mask": config_from_trl(trl), "token_truncate": config_from_verl(verl)}
+    for want, read in both.items():
         update = read.config.update
         assert (update.sampling_correction, update.sampling_cap) == (want, 2.0)
     whole = config_from_verl({"algorithm.adv_estimator": "reinforce_plus_plus_baseline"}).config

@@ -157,10 +157,8 @@ def test_the_command_line_says_what_the_defaults_are(capsys, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     small = ["steps=1", "train_batch_size=2", "num_generations=8", "policy.max_new_tokens=4"]
     small += ["rewards.functions={format_match: {pattern: '<think>.[0-5].*'}}"]
-    assert (
-        main(["train", *small, "eval.limit=2", "eval.samples=1", "run.progress=false", "run.dir=r"])
-        == 0
-    )
+    small += ["eval.limit=2", "eval.samples=1", "run.progress=false", "run.dir=r"]
+    assert main(["train", *small]) == 0
     judged = [e for e in read_jsonl("r/events.jsonl")[0] if e["kind"].startswith("eval")]
     assert [(e["kind"], e["step"]) for e in judged] == [("eval_before", 0), ("eval_after", 1)]
     assert "The defaults (no recipe is given): 1 steps of 2 x 8 samples" in capsys.readouterr().out

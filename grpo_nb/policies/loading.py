@@ -461,7 +461,7 @@ def _write_adapter(model: nn.Module, path: str | Path):
         raise ValueError("Several adapters are active: activate one, model.set_adapter(name).")
     config = copy.copy(model.peft_config[names[0]])
     if str(getattr(config, "init_lora_weights", "")).startswith("pissa_niter"):
-        said = "pissa_niter changed the model's weights at random, which no adapter holds"
+        said = "pissa_niter changed the model's weights at random; an adapter does not hold them"
         raise ValueError(f"{said}: use save_pretrained, or pissa.")
     config.base_model_name_or_path, config.task_type = model.name_or_path, "CAUSAL_LM"
     config.inference_mode = True

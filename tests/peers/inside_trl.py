@@ -217,13 +217,11 @@ def their_loss(args, logp, old, ref, advantage, mask, entropy):
         _metrics=collections.defaultdict(lambda: collections.defaultdict(list)), _entropy_bonus_enabled=args.entropy_coef != 0,
         get_gamma_weights=trl.GRPOTrainer.get_gamma_weights, _get_per_token_logps_and_entropies=lambda *_, **__: (logp, entropy, None),
     )  # fmt: skip
-    ids = {
-        k: mask.long() for k in ("completion_ids", "completion_mask", "prompt_ids", "prompt_mask")
-    }
+    names = "completion_ids completion_mask prompt_ids prompt_mask".split()
+    ids = {k: mask.long() for k in names}
     given = {"advantages": advantage, "old_per_token_logps": old, "ref_per_token_logps": ref}
-    return trl.GRPOTrainer._compute_loss(
-        self, None, ids | given | {"num_items_in_batch": mask.sum()}
-    )
+    given["num_items_in_batch"] = mask.sum()
+    return trl.GRPOTrainer._compute_loss(self, None, ids | given)
 
 
 def losses(count=600):
@@ -234,11 +232,8 @@ def losses(count=600):
     free = {"epsilon": 0.1, "epsilon_high": 1.5, "delta": 6.5, "beta": 0.3, "use_bias_correction_kl": False,
             "importance_sampling_level": "sequence", "max_completion_length": 16, "entropy_coef": 0.1}  # fmt: skip
     for kind in rng.choices([*kinds], k=count):
-        told = (
-            {k: v for k, v in free.items() if rng.random() < 0.4}
-            | kinds[kind]
-            | {"loss_type": kind}
-        )
+        told = {k: v for k, v in free.items() if rng.random() < 0.4}
+        told |= kinds[kind] | {"loss_type": kind}
         if kind == "vespo":  # it averages the ratio itself
             told.pop("importance_sampling_level", 0)
         old = -torch.rand(12, 9, generator=g) - 0.1
@@ -248,9 +243,8 @@ def losses(count=600):
         read = config_from_trl(told)
         if any("entropy_coef" in note for note in read.notes):
             told.pop("entropy_coef")  # which is averaged otherwise, as the note says
-        ours = dataclasses.replace(
-            read.config.update.loss, entropy_coef=told.get("entropy_coef", 0)
-        )
+        bonus = told.get("entropy_coef", 0)
+        ours = dataclasses.replace(read.config.update.loss, entropy_coef=bonus)
         args = GRPOConfig(output_dir=str(FOLDER), use_cpu=True, bf16=False, **told)
         both, given = [], (advantage, mask)
         for theirs in (True, False):

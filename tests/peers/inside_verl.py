@@ -20,12 +20,8 @@ from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl import DataProto
 from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo.core_algos import (
-    ADV_ESTIMATOR_REGISTRY,
-    agg_loss,
-    get_policy_loss_fn,
-    kl_penalty,
-)
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, agg_loss
+from verl.trainer.ppo.core_algos import get_policy_loss_fn, kl_penalty
 from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -96,16 +92,8 @@ def losses_of_settings(count=600):
     "Settings drawn at random, read as ours: our loss and its gradient, with entropy and KL, are verl's."
     rng, at = random.Random(0), "actor_rollout_ref.actor."
     torch.manual_seed(0)
-    kinds = {
-        "vanilla": {},
-        "gspo": {},
-        "sapo": {"tau_pos": 0.8},
-        "cispo": {},
-        "geo_mean": {},
-        "gpg": {},
-        "dppo_tv": {},
-        "dro": {},
-    }
+    kinds = dict.fromkeys("vanilla gspo sapo cispo geo_mean gpg dppo_tv dro".split(), {})
+    kinds["sapo"] = {"tau_pos": 0.8}
     free = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28, "clip_ratio_c": 5.0, "loss_scale_factor": 50, "entropy_coeff": 0.1}  # fmt: skip
     for kind in rng.choices([*kinds], k=count):
         told = {k: v for k, v in free.items() if rng.random() < 0.4} | kinds[kind]
@@ -114,24 +102,15 @@ def losses_of_settings(count=600):
         told |= {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": kl} if kl else {}
         loss = {"loss_mode": kind} | ({"dro_beta": 0.5} if kind == "dro" else {})
         old = -torch.rand(12, 9) - 0.1
-        step, ref, advantage = (
-            0.3 * torch.randn(12, 9),
-            old + 0.2 * torch.randn(12, 9),
-            torch.randn(12),
-        )
+        step, ref = 0.3 * torch.randn(12, 9), old + 0.2 * torch.randn(12, 9)
+        advantage = torch.randn(12)
         mask = torch.arange(9) < torch.randint(1, 10, (12, 1))
-        given = {at + k: v for k, v in told.items()} | {
-            f"{at}policy_loss.{k}": v for k, v in loss.items()
-        }
+        given = {at + k: v for k, v in told.items()}
+        given |= {f"{at}policy_loss.{k}": v for k, v in loss.items()}
         ours = config_from_verl(given | {"data.max_response_length": 9}).config.update.loss
         clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2} | told
-        theirs = ActorConfig(
-            strategy="fsdp",
-            rollout_n=4,
-            ppo_micro_batch_size_per_gpu=4,
-            policy_loss=PolicyLossConfig(**loss),
-            **clip,
-        )
+        fixed = {"strategy": "fsdp", "rollout_n": 4, "ppo_micro_batch_size_per_gpu": 4}
+        theirs = ActorConfig(policy_loss=PolicyLossConfig(**loss), **fixed, **clip)
         theirs.global_batch_info["loss_scale_factor"] = theirs.loss_scale_factor
         logp, again = ((old + step).requires_grad_() for _ in range(2))
         rest = advantage[:, None].expand(12, 9), mask, theirs.loss_agg_mode, theirs
@@ -139,9 +118,8 @@ def losses_of_settings(count=600):
         terms = [(-old, -theirs.entropy_coeff)]
         terms += [(kl_penalty(logp, ref, kl), theirs.kl_loss_coef)] if kl else []
         for x, weight in terms:
-            want = want + weight * agg_loss(
-                x, mask, theirs.loss_agg_mode, **theirs.global_batch_info
-            )
+            total = agg_loss(x, mask, theirs.loss_agg_mode, **theirs.global_batch_info)
+            want = want + weight * total
         got, _ = policy_loss(again, old, advantage, mask, ours, ref, entropy_NS=-old)
         grads = [torch.autograd.grad(a, x)[0] * mask for a, x in ((want, logp), (got, again))]
         for a, b in ((want.detach(), got.detach()), grads):
@@ -154,23 +132,18 @@ def advantages_of_settings():
     compared, keys, at = 0, ["acc", "fmt"], "algorithm."
     for seed, (name, scaled) in enumerate(itertools.product(_VERL_ESTIMATORS, (True, False))):
         told = {"adv_estimator": name, "norm_adv_by_std_in_grpo": scaled}
-        told |= (
-            {"gdpo_reward_keys": keys, "gdpo_reward_weights": [1.0, 0.5]} if name == "gdpo" else {}
-        )
-        how = config_from_verl(
-            {at + k: v for k, v in told.items()} | {"actor_rollout_ref.rollout.n": 4}
-        ).config
+        if name == "gdpo":
+            told |= {"gdpo_reward_keys": keys, "gdpo_reward_weights": [1.0, 0.5]}
+        given = {at + k: v for k, v in told.items()} | {"actor_rollout_ref.rollout.n": 4}
+        how = config_from_verl(given).config
         data, lengths = batch(seed)
         data.non_tensor_batch["uid"] = np.array([f"u{i // 4}" for i in range(48)], object)
         data.non_tensor_batch["fmt"] = np.nan_to_num(data.non_tensor_batch["fmt"])
         mask, x = data.batch["response_mask"], data.batch["token_level_rewards"].sum(1)[:, None]
         data.batch["prompts"] = torch.zeros(48, 1, dtype=torch.long)
         data.batch["attention_mask"] = torch.cat([torch.ones(48, 1), mask], 1).long()
-        x = (
-            torch.from_numpy(np.stack([data.non_tensor_batch[k] for k in keys], 1)).float()
-            if name == "gdpo"
-            else x
-        )
+        if name == "gdpo":
+            x = torch.from_numpy(np.stack([data.non_tensor_batch[k] for k in keys], 1)).float()
         names, ids, n = keys[: x.shape[1]], torch.arange(48) // 4, torch.from_numpy(lengths)
         want = compute_advantages(x, ids, names, how.advantage, lengths_N=n).values
         config = AlgoConfig(**told)
