@@ -173,10 +173,8 @@ class TasksetScheduler:
         self._warned = False
 
     def __repr__(self) -> str:
-        rows = [
-            f"  {name}: {size} tasks, {s.config.selector_type}"
-            for name, size, s in zip(self.ids, self.sizes, self.selectors)
-        ]
+        each = zip(self.ids, self.sizes, self.selectors)
+        rows = [f"  {name}: {n} tasks, {s.config.selector_type}" for name, n, s in each]
         return f"TasksetScheduler(batch_size={self.batch_size})\n" + "\n".join(rows)
 
     def __iter__(self):

@@ -495,16 +495,14 @@ def _laid_out(self: Run):
     except BaseException:
         with contextlib.suppress(Exception):
             self.close()
-        for name in _RUN_FILES.split() if self._new else ():
+        for name in _FILES.split() if self._new else ():
             (self.dir / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it holds something else
             self.dir.rmdir()
         raise
 
 
-_RUN_FILES = (
-    "config.yaml environment.json status.json metrics.jsonl samples.jsonl events.jsonl lock"
-)
+_FILES = "config.yaml environment.json status.json metrics.jsonl samples.jsonl events.jsonl lock"
 
 # %% ../../nbs/lab/01_record.ipynb #6d9a7f25
 @patch(cls_method=True)

@@ -230,11 +230,8 @@ def curves(self: Study):
     "One row per logged step of the reported runs, as a DataFrame."
     import pandas as pd
 
-    parts = [
-        pd.DataFrame({"variant": r["variant"], "seed": r["seed"], **r["curve"]})
-        for r in self.reported
-        if r.get("curve")
-    ]
+    runs = [r for r in self.reported if r.get("curve")]
+    parts = [pd.DataFrame({k: r[k] for k in ("variant", "seed")} | r["curve"]) for r in runs]
     frame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
     if have := [c for c in BUDGETS["seconds"] if c in frame]:
         frame["seconds"] = frame[have].sum(axis=1)
