@@ -399,6 +399,11 @@ def _part(config: Any, path: Sequence[str]) -> Any:
     return functools.reduce(get, path, config)
 
 
+def _is_entry(config: Any, key: str) -> bool:
+    "Whether a dotted key names an entry of a mapping, not a field."
+    return isinstance(_part(config, key.split(".")[:-1]), Mapping)
+
+
 def override(
     config: Any,  # a configuration
     overrides: Sequence[str] | Mapping[str, Any],  # ["key.sub=value"], or {"key.sub": value}
@@ -422,11 +427,10 @@ def override(
         except (OmegaConfBaseException, TypeError, YAMLError) as e:
             raise ValueError(f"{overrides} cannot be read: {' '.join(str(e).split())}") from None
         overrides = OmegaConf.to_container(overrides)
-    for key in (k for k, v in asked.items() if v is None):
+    for key in (k for k, v in asked.items() if v is None and _is_entry(config, k)):
         *path, name = key.split(".")
-        if isinstance(held := _part(config, path), Mapping):  # an entry, which is taken away
-            one_of(f"entry of {'.'.join(path)}", name, held)
-            functools.reduce(dict.__getitem__, path, tree).pop(name)
+        one_of(f"entry of {'.'.join(path)}", name, _part(config, path))
+        functools.reduce(dict.__getitem__, path, tree).pop(name)  # null takes it away
     changed = build_config(type(config), tree)
     _mark_given(changed, [*given, *_leaf_keys(overrides)])
     return changed

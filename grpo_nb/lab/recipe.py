@@ -25,7 +25,8 @@ from yaml import YAMLError
 
 from .. import verifiers  # noqa: F401 (their names are in REWARDS)
 from ..config import Count, build_config, config_tree, configuration, given_keys, one_of
-from ..config import override, _check_options, _fields, _fit_options, _NULL, _with_key
+from ..config import override, _check_options, _fields, _fit_options, _is_entry, _NULL
+from ..config import _with_key
 from ..ahead import _check_ahead
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
@@ -123,7 +124,7 @@ def load_config(
     overrides: Sequence[str] | Mapping = (),  # ["key.sub=value"], or {"key.sub": value}
 ) -> GRPOConfig:
     "Configuration from a recipe and overrides."
-    if isinstance(overrides, Mapping) or any(re.fullmatch(_NULL, o) for o in overrides):
+    if isinstance(overrides, Mapping):
         return override(load_config(recipe), overrides)
     tree = _read_recipe(recipe, overrides)
     tree.pop("compare", None)  # the block of `grpo-nb compare`
@@ -133,7 +134,11 @@ def load_config(
         tree["filter_groups"] = tree.pop("algorithm")["filter_groups"]
     if isinstance(tree.get("filter_groups"), Mapping):
         tree["filter_groups"].pop("_target_", None)
-    return build_config(GRPOConfig, tree)
+    config = build_config(GRPOConfig, tree)
+    nulls = (o.partition("=")[0] for o in overrides if re.fullmatch(_NULL, o))
+    if any(_is_entry(config, key) for key in nulls):
+        return override(load_config(recipe), overrides)
+    return config
 
 # %% ../../nbs/lab/03_recipe.ipynb #752ed419
 # a resolver asks for something outside the file, unless its $ is escaped
