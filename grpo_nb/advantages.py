@@ -506,7 +506,7 @@ def _advantage_metrics(
     raw, a_NK = raw or r, torch.where(r.ok_NK, values_NK.double(), torch.nan)
     total, a = raw._batch_stats(raw.total_NK), r._batch_stats(a_NK)
     out = {"reward": total.mean, "reward_std": total.std}
-    each = raw if each is None else each
+    each = each or raw
     for k, name in enumerate(names):
         s = each._batch_stats(each.rewards_NRK[:, k])
         out |= {f"rewards/{name}/mean": s.mean, f"rewards/{name}/std": s.std}

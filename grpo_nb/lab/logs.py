@@ -153,8 +153,13 @@ def _printed_by_verl(text: str) -> list[dict]:
     more = rf"(?:\n(?!.*step:\d)(?=.*:-?[\d.n])(?:- )?{pairs}(?: -)?$)*"
     for row in re.findall(rf"(?m)(?<![\w/])step:\d+ - .*{more}", text):
         line = re.sub(r"(?<=-)\n|\n(?=-)", " ", row).replace("\n", "")
-        found = re.findall(r"(\S.*?):([^\s:]*)(?= - |$)(?: - )?", line.strip())
-        rows.append({key: _number_of(value) for key, value in found})
+        found, begun = {}, ""
+        for part in line.strip().split(" - "):  # which a name may hold, too
+            key, sign, value = part.rpartition(":")
+            whole = sign and not re.search(r"\s", value)
+            found |= {begun + key: _number_of(value)} if whole else {}
+            begun = "" if whole else f"{begun}{part} - "
+        rows.append(found)
     return rows
 
 # %% ../../nbs/lab/02_logs.ipynb #00e29454
