@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import date, datetime
@@ -98,11 +99,12 @@ def sha256(path: str | Path) -> str:
 
 @functools.cache
 def _installed(*names: str) -> dict[str, str]:
-    "The versions of those packages that are there, looked up once in a process."
+    "The versions of those packages that are there, with the build if they are loaded, looked up once in a process."
     found = {}
     for name in names:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
+            loaded = getattr(sys.modules.get(name), "__version__", None)
+            found[name] = str(loaded or version(name))
     return found
 
 
