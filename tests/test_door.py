@@ -436,6 +436,8 @@ def test_a_recipe_reads_nothing_of_the_environment(text, tmp_path, monkeypatch):
         assert "s3cret" not in found and "SECRET" in found
     asked = load_config(None, ["run.name=${oc.env:SECRET}"])  # one's own command line may
     assert asked.run.name == "s3cret"
+    (tmp_path / "r.yaml").write_text("run: {name: '${oc.env:A}', dir: '${oc.select:run.name}'}")
+    assert load_config(tmp_path / "r.yaml", ["run.name=x"]).run.dir == "x"  # as the message says
 
 
 BAD = {

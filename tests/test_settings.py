@@ -148,6 +148,7 @@ def test_thirteen_settings_are_here_and_a_shell_script_and_a_yaml_file_are_read_
 
 
 DOCUMENT = """
+model: {model_path: "${oc.env:MODEL}"}
 data_processor: {experience_pipeline: {operators: [{name: pass_rate_calculator}]}}
 buffer:
   batch_size: 4
@@ -156,7 +157,7 @@ buffer:
     tasksets:
       - name: my_taskset
         storage_type: file
-        path: PATH
+        path: ${oc.env:TASKS,PATH}
         format: {prompt_key: prompt, system_prompt: Add.}
         rollout_args: {temperature: 0.6, top_p: 0.9}
         task_selector:
@@ -171,8 +172,9 @@ def test_tasksets_of_the_original_document_are_read_and_opened(tmp_path):
     rows = [{"prompt": f"{i}+1=", "correct": 0.1, "uncertainty": 0.5} for i in range(10)]
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     recipe.write_text(DOCUMENT.replace("PATH", str(path)))
-    config = config_from_trinity(recipe).config
-    p = config.policy
+    found = config_from_trinity(recipe)
+    assert found.left["model.model_path"] == "$MODEL is not set there: give policy.model"
+    config, p = found.config, found.config.policy
     assert (p.temperature, p.top_p, p.system_prompt) == (0.6, 0.9, "Add.")
     stream = open_stream(config)
     assert stream.max_steps == 5 and stream.selectors[0].options.target_reward == 0.9
@@ -248,15 +250,48 @@ def test_files_of_verl_that_are_called_alike_are_several():
     assert [t["name"] for t in c.tasks.tasksets] == ["gsm8k-test", "math-test"]
 
 
-def test_what_a_script_computes_is_asked_for(tmp_path):
+SCRIPT = r"""
+# don't \
+FILES="['$HOME/a.parquet','b.parquet']"
+ROLLOUT="
+    actor_rollout_ref.rollout.n=$((2 * (n + 2))) \
+    actor_rollout_ref.rollout.seed=`date`"
+DATA=(
+  data.train_files="$FILES" data.val_files=$(pwd)/e.parquet  # of ${#DATA[@]}
+  data.train_batch_size=${BATCH:-$((8 * 2))})
+DATA+=(++data.max_response_length=${LONG:-700})
+n=2; LONG=
+ROLLOUT="
+    actor_rollout_ref.rollout.n=$((2 * (n + 2))) \
+    trainer.nnodes=$NODES"
+python3 -m verl.trainer.main_ppo --config-name='gsm8k_multiturn_grpo' "${DATA[@]}" $ROLLOUT \
+    actor_rollout_ref.model.path=${1}/model +trainer.x='a b' $@ \
+"""
+
+
+def test_a_script_is_read_as_its_shell_does_and_what_it_does_not_set_is_asked_for(tmp_path):
     script = tmp_path / "run.sh"
-    script.write_text("DATA=(data.train_batch_size=512 data.max_response_length=700)")
-    c = config_from_verl(script).config
-    assert (c.train_batch_size, c.policy.max_new_tokens) == (512, 700)
-    for text in ("N=$((8 * 2))\npython data.train_batch_size=$N", "python data.seed=`date`"):
-        script.write_text(text)
-        with pytest.raises(ValueError, match=r"The script computes data.\w+: put its value in"):
+    script.write_text(SCRIPT)
+    more = ["actor_rollout_ref.actor.ppo_mini_batch_size=16"]
+    with pytest.warns(UserWarning, match="gsm8k_multiturn_grpo sets"):
+        found = config_from_verl(script, more)
+    c, left = found.config, found.left
+    assert (c.train_batch_size, c.num_generations, c.policy.max_new_tokens) == (16, 8, 700)
+    assert [t["path"] for t in c.tasks.tasksets] == ["~/a.parquet", "b.parquet"]
+    assert c.tasks.eval == "./e.parquet"
+    assert left["actor_rollout_ref.model.path"] == "${1}/model is not set there: give policy.model"
+    assert left["trainer.nnodes"].startswith("cluster")
+    for text in ("N=`nproc`", "for N in 1 2; do", "N=$((9 / 2))"):
+        script.write_text(f"{text}\npython x data.train_batch_size=$N")
+        with pytest.raises(
+            ValueError, match=r"data.train_batch_size is .*, which is not set there"
+        ):
             config_from_verl(script)
+    script.write_text("python x data.y='1")
+    with pytest.raises(ValueError, match="The script cannot be read as one of a shell: No closing"):
+        config_from_verl(script)
+    with pytest.raises(ValueError, match="'gae' needs a critic"):
+        config_from_verl(["critic.model.path=x", *more])
 
 
 def test_a_misspelt_key_is_told_with_the_one_that_was_meant():

@@ -177,7 +177,7 @@ def _verl_bounds(s: Settings, kind: str) -> dict[str, Any]:
         if "clip" in takes:
             ours["update.loss.clip"] = {"low": low, "high": high, "dual": top}
         elif "ratio_min" in takes:
-            options |= {"ratio_min": 1 - low, "ratio_max": 1 + high}
+            options |= {"ratio_min": max(1 - low, 0.0), "ratio_max": 1 + high}
         else:
             options |= {"low": low, "high": high, "ratio_max": top}
     s.leave(f"{kind} does not read it in verl", *(k for k in keys if k not in s.left))
@@ -286,7 +286,8 @@ def _verl_filter(s: Settings, notes: list) -> dict[str, Any]:
 
 # %% ../../nbs/integrations/05_from_verl.ipynb #d0df04f2
 def _verl_advantage(s: Settings) -> dict[str, Any]:
-    mode = s.take("algorithm.adv_estimator", "advantage.mode", "grpo")
+    theirs = "gae" if any(k.startswith("critic.") for k in s.given) else "grpo"
+    mode = s.take("algorithm.adv_estimator", "advantage.mode", theirs)
     if mode not in _VERL_ESTIMATORS:
         raise ValueError(
             f"algorithm.adv_estimator={mode!r} needs a critic or is not known here; there are {', '.join(_VERL_ESTIMATORS)}."

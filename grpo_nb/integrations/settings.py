@@ -20,6 +20,7 @@ from typing import Any
 from ..config import accepts, check_number, config_tree, override, one_of
 from ..lab.frames import flat_keys
 from ..lab.recipe import GRPOConfig, _read_recipe, _at
+from ..verifiers import _arithmetic
 
 # %% ../../nbs/integrations/04_settings.ipynb #ed9a75eb
 @dataclass
@@ -49,6 +50,9 @@ class Reading:
         return "\n".join([self.batch, *self.notes, told, *left])
 
 # %% ../../nbs/integrations/04_settings.ipynb #bc3e3e39
+_OPEN = re.compile(r"\$[\w{([]|`")  # a variable or a command of a shell
+
+
 class Settings:
     "Flat settings of another program, and what became of each key."
 
@@ -63,6 +67,13 @@ class Settings:
         self.asked.add(key)
         if self.given.get(key) is None:
             return default
+        if _OPEN.search(str(self.given[key])):
+            if default is None:
+                self.leave(f"{self.given[key]} is not set there: give {ours}", key)
+                return None
+            raise ValueError(
+                f"{key} is {self.given[key]}, which is not set there: put its value in, or give {key}=..."
+            )
         self.taken[key] = ours
         return _of_kind(key, _number(self.given[key]), default)
 
@@ -213,7 +224,10 @@ def _settings_tree(settings: Any, overrides: Sequence[str] = ()) -> dict:
         path = Path(settings)
         if not path.is_file():
             raise ValueError(f"No settings at {str(settings)!r}: give a YAML file or shell script.")
-        settings = _command_line(path.read_text()) if path.suffix == ".sh" else _read_recipe(path)
+        text = path.read_text(errors="replace")
+        settings = (
+            _command_line(text) if path.suffix == ".sh" else _read_recipe(path, text=_no_env(text))
+        )
     if isinstance(settings, Sequence):
         settings = _pairs(settings)
     if not isinstance(settings, Mapping):
@@ -223,6 +237,12 @@ def _settings_tree(settings: Any, overrides: Sequence[str] = ()) -> dict:
     return flat_keys(settings) | _pairs(overrides)
 
 # %% ../../nbs/integrations/04_settings.ipynb #d31adce6
+def _no_env(text: str) -> str:
+    "Variables of the environment, in YAML, by their default or as in a script: none is looked up."
+    env = r"\$\{oc\.env:(\w+)(?:,([^${}]*))?\}"
+    return re.sub(env, lambda m: f"${m[1]}" if m[2] is None else m[2], text)
+
+
 def _pairs(words: Sequence[str]) -> dict:
     "key=value words; a leading + is Hydra's."
     import yaml
@@ -231,47 +251,68 @@ def _pairs(words: Sequence[str]) -> dict:
     for word in words:
         key, sign, value = word.lstrip("+").partition("=")
         try:
-            pairs[key] = yaml.safe_load(value)
+            pairs[key] = value if _OPEN.search(value) else yaml.safe_load(value)
         except yaml.YAMLError:
             sign = ""
         if not sign:
             raise ValueError(f"A setting is written key=value, a value as in YAML; got {word!r}.")
     return pairs
 
+# %% ../../nbs/integrations/04_settings.ipynb #272df8bc
+def _parts(script: str) -> list[str]:
+    "The words of a script as its shell splits them; $((2 * n)) is the one word $[2*n]."
+    text = re.sub(r"(?m)(?<!\\\n)^[ \t]*#.*", "", script)  # its \ joins no line to it
+    text = text.replace("\\\n", "").rstrip("\\ \n").replace("$(pwd)", "$PWD")
+    total = r"\$\(\((.*?)\)\)(?!\))"
+    text = re.sub(total, lambda m: f"$[{m[1].replace(' ', '')}]", text)
+    parts = shlex.shlex(text, posix=True, punctuation_chars=";|&\n")
+    parts.whitespace, parts.whitespace_split = " \t\r", True
+    try:
+        return list(parts)
+    except ValueError as e:
+        raise ValueError(f"The script cannot be read as one of a shell: {e}.") from None
+
 # %% ../../nbs/integrations/04_settings.ipynb #3563343d
 def _command_line(script: str) -> list[str]:
     "The key=value words of a shell script, with its own variables put in; nothing is run."
-    lines = script.replace("\\\n", " ").splitlines()
-    known: dict[str, str] = {}
-    words: list[str] = []
-    depth = 0  # of branches
-    for line in lines:
-        depth += bool(re.match(r"\s*(if|case)\b", line))
-        line = re.sub(r"^\s*\w+=\((?!\()(.*?)\)?\s*$", r"\1", line)  # an array
-        for word in shlex.split(line, comments=True):
-            word = _filled(word, known)
-            if re.match(r"\w+=", word) and not words:
-                key, _, known_value = word.partition("=")
-                known[key] = known_value
-                if depth:
-                    warnings.warn(
-                        f"The script may set {key}: {known_value!r} is taken.", stacklevel=2
-                    )
-            elif re.match(r"\+*[\w.]+\.[\w.]+=", word):
-                if re.search(r"\$\(|`", word):
-                    raise ValueError(
-                        f"The script computes {word.partition('=')[0]}: put its value in."
-                    )
-                words.append(word)
-        depth -= bool(re.search(r"\b(fi|esac)\s*;?$", line))
-    return words
+    known, words, depth = {"HOME": "~", "PWD": "."}, {}, 0  # depth: of branches
+    doubt: dict[str, str] = {}
+    for part in _parts(script):
+        depth += (part in ("if", "case")) - (part in ("fi", "esac"))
+        whole = _filled(re.sub(r"^\w+\+?=\(", "", part), known)  # of an array, too
+        several = part.startswith("$") or not re.match(r"\+*[\w.]+\+?=", whole)
+        for word in whole.split() if several else [whole]:
+            word = word.removesuffix(")") if word.count(")") > word.count("(") else word
+            key, sign, value = word.partition("=")
+            key, more = key.lstrip("+").removesuffix("+"), key.endswith("+")
+            if not sign or not re.fullmatch(r"[\w.]+", key):
+                continue
+            store = words if "." in key else known
+            if depth or (store is words and store.get(key, value) != value):
+                doubt[key] = value
+            store[key] = store.get(key, "") * more + value
+    for base in re.findall(r"--config-name[ =]+['\"]?(?!ppo_(?:megatron_)?trainer)(\w+)", script):
+        warnings.warn(f"What {base} sets, from which the script starts, is not read.", stacklevel=2)
+    if doubt:
+        said = ", ".join(f"{k}={v}" for k, v in doubt.items())
+        warnings.warn(f"The script may set it otherwise, this is taken: {said}", stacklevel=2)
+    return [f"{k}={v}" for k, v in words.items()]
 
 # %% ../../nbs/integrations/04_settings.ipynb #9e640e68
 def _filled(word: str, known: Mapping[str, str]) -> str:
+    "A word with variables and sums put in; what the script does not set, or asks a command for, stays as it is."
+
     def value(m):
         name, default = m[1] or m[3], m[2]
-        if name in known or default is not None:
-            return known.get(name, default)
-        raise ValueError(f"The script uses ${name}, which it does not set: put its value in.")
+        if default is None or known.get(name):
+            return known.get(name, m[0])
+        return _filled(default, known)
 
-    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", value, word)
+    def total(m):
+        try:
+            return str(_arithmetic(re.sub(r"[A-Za-z_]\w*", lambda n: known.get(n[0], n[0]), m[1])))
+        except ValueError:
+            return m[0]
+
+    word = re.sub(r"\$\{(\w+)(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\}|\$(\w+)", value, word)
+    return re.sub(r"\$\[([^/\]]*)\]", total, word)  # a quotient is cut there

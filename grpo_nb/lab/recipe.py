@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import io
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -157,13 +158,17 @@ def _text_keys(tree: Any) -> Any:
     return {k: _text_keys(v) for k, v in named.items()}
 
 
-def _read_recipe(recipe: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    "The plain tree of a recipe with its overrides."
+def _read_recipe(
+    recipe: str | Path | None, overrides: Sequence[str] = (), text: str | None = None
+) -> dict[str, Any]:
+    "The plain tree of a recipe, or of the text in its place, with its overrides."
     for o in overrides:
         if "=" not in o:
             raise ValueError(f"Overrides are a list of key.sub=value, got {o!r} in {overrides!r}.")
+    given = {o.partition("=")[0] for o in overrides}
     try:
         source = data_path(str(recipe)[5:]) if str(recipe).startswith("data:") else recipe
+        source = source if text is None else io.StringIO(text)
         tree = OmegaConf.create() if recipe is None else OmegaConf.load(source)
         if not OmegaConf.is_dict(tree):
             raise ValueError(f"{recipe} must be a mapping of keys to values, not a list.")
@@ -174,7 +179,8 @@ def _read_recipe(recipe: str | Path | None, overrides: Sequence[str] = ()) -> di
                 "data:recipes/quickstart.yaml, or give no recipe at all for the defaults."
             )
         for key, value in leaves(OmegaConf.to_container(tree)):
-            if isinstance(value, str) and _RESOLVER.search(value):
+            inside = str(value).replace("${oc.select:", "${")  # another key of the recipe
+            if key not in given and _RESOLVER.search(inside):
                 raise ValueError(
                     f"{recipe}: {key}={value!r} asks for something outside the recipe. If you trust it, give that key on the "
                     "command line."
