@@ -6,6 +6,7 @@ import signal
 from concurrent.futures import Future
 
 import cloudpickle
+import forked
 import pytest
 from resumed import is_timing
 from test_compare import BASE
@@ -34,10 +35,12 @@ def here(tmp_path_factory):
 
 @pytest.fixture
 def client():
-    distributed = pytest.importorskip("distributed")
-    quiet = {"dashboard_address": None, "silence_logs": 50}
-    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, **quiet) as cluster:
-        with distributed.Client(cluster) as client:
+    distributed, dask = pytest.importorskip("distributed"), pytest.importorskip("dask")
+    how = {"threads_per_worker": 1, "dashboard_address": None, "silence_logs": 50}
+    with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
+        distributed.utils.get_mp_context()
+        forked.FORKS.set_forkserver_preload(forked.LOADED.split())  # it had others loaded
+        with distributed.LocalCluster(1, **how) as cluster, distributed.Client(cluster) as client:
             yield client
 
 

@@ -1,6 +1,7 @@
 """Launched by torchrun, or as it does: what is printed and written once, interrupts, a process that is killed, and launches that are refused."""
 
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import time
 
 import forked
 import pytest
+from torch.distributed import run as torchrun
 
 from grpo_nb.cli import main
 from grpo_nb.files import read_jsonl
@@ -20,7 +22,6 @@ SMALL = ["train_batch_size=4", "num_generations=4", "eval.limit=2", "eval.sample
 OURS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR")
 ENV = {k: v for k, v in os.environ.items() if k not in OURS}
 ENV |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
 
 def train(folder):
@@ -70,13 +71,12 @@ def test_one_process_is_gone_or_hangs_and_the_run_goes_on(tmp_path, how, capsys)
 
 
 def test_an_interrupt_stops_all_with_one_checkpoint_and_one_process_goes_on(tmp_path, capsys):
-    with open(tmp_path / "out.txt", "w") as out:
-        command = [*TORCHRUN, "2", "-m", "grpo_nb", *train(tmp_path), "policy.shard=true"]
-        how = {"stdout": out, "stderr": out, "env": ENV, "start_new_session": True}
-        training = subprocess.Popen(command, **how)
-    wait_for_step(tmp_path, 2, lambda: training.poll() is None)
-    os.killpg(training.pid, signal.SIGINT)  # as a terminal does; torchrun passes it on once more
-    training.wait(120)
+    command = "--nproc-per-node=2 --start-method=fork --run-path", runpy.__file__, "grpo_nb"
+    command = [*command[0].split(), *command[1:], *train(tmp_path), "policy.shard=true"]
+    agent = forked.start(tmp_path / "out.txt", torchrun.main, command)
+    wait_for_step(tmp_path, 2, agent.is_alive)
+    os.kill(agent.pid, signal.SIGINT)  # torchrun passes it on
+    agent.join(120)
     said = (tmp_path / "out.txt").read_text()
     assert said.count("finishing this step") == said.count("fit() goes on from here") == 1, said
     assert Run.open(tmp_path / "run").status["state"] == "interrupted"

@@ -48,8 +48,7 @@ def test_math_equivalence_in_its_worker():
         (r"\{10^{-7}, 1\}", r"\{2\cdot 10^{-7}, 1\}", 0),
         ("(1,3)", "(1,2)", 0),
         ("$1$", None, -99),
-        ("$9^{9^{9^{9}}}$", "x", 0),  # nothing an answer holds ends a training
-        ("9^{9^{9}}=5", "5", 0),
+        ("9^{9^{9}}=5", "5", 0),  # nothing an answer holds ends a training
         ("$9^{9^{9^{9}}}$", list("uvwxyz"), 0),
         (r"$\int_0^1 x^{1000000} dx$", "1", 0),
         ("$1$", r"\frac{", -2),
