@@ -22,6 +22,7 @@ _TRINITY_LOSSES = {  # algorithm_type: policy loss, low, high, dual, aggregation
     "grpo": ("ppo", 0.2, 0.2, 3.0, "token-mean", 0.001),
     "dapo": ("ppo", 0.2, 0.2, 3.0, "token-mean", 0.0),
     "gspo": ("gspo", 3e-4, 4e-4, None, "seq-mean-token-mean", 0.001),
+    "cispo": ("cispo", 1.0, 0.28, None, "token-mean", 0.001),
 }
 _TRINITY_REASONS = (
     (r"model\.max_(model_len|prompt_tokens)", "prompts are never cut"),
@@ -36,6 +37,8 @@ _TRINITY_REASONS = (
     (r"algorithm\.", "a part of the method that is not read: what it changes is not done here"),
     (r"(data_processor|service)", "no pipeline over data or a service here: prepare the file of tasks"),
     (r"model\.", "how the model is read there: give a model or (model, tokenizer) as policy"),
+    (r"trainer\.trainer_config_path", "another file: what it sets is not read, give it here"),
+    (r"trainer\.trainer_config\.actor_rollout_ref\.actor\.(?!.*(micro|max_token|fsdp|dynamic|ulysses|checkpoint|strategy))", "verl's part of it: of this, ppo_epochs and optim.lr are read"),
     (r"trainer\.", "how work is split over devices"),
     (r"(project|name|checkpoint_|group|mode$|monitor|log|ray_|continue_from|stages)", "names and folders of the other program: see run.dir"),
 )  # fmt: skip
@@ -111,8 +114,10 @@ _OPTIM = "algorithm.optimizer"
 
 def _trinity_optimizer(s: Settings, steps: int | None) -> dict[str, Any]:
     ours = _optimizer_keys(s, _OPTIM, "trainer.grad_clip", steps, 0.01)
-    inner = "trainer.trainer_config.actor_rollout_ref.actor.optim.lr"
-    return ours | {"optimizer.lr": s.take(inner, "optimizer.lr", ours["optimizer.lr"])}  # it wins
+    inner = "trainer.trainer_config.actor_rollout_ref.actor"
+    ours["update.num_epochs"] = s.take(f"{inner}.ppo_epochs", "update.num_epochs", 1)
+    lr = s.take(f"{inner}.optim.lr", "optimizer.lr", ours["optimizer.lr"])  # it wins
+    return ours | {"optimizer.lr": lr}
 
 # %% ../../nbs/integrations/05_from_trinity.ipynb #8a053246
 def _trinity_loss(s: Settings) -> dict[str, Any]:
@@ -120,19 +125,23 @@ def _trinity_loss(s: Settings) -> dict[str, Any]:
     kind = s.take("algorithm.algorithm_type", "advantage.mode, update.loss", "grpo")
     kind = one_of("algorithm_type", kind, _TRINITY_LOSSES)
     loss, low, high, dual, aggregation, kl = _TRINITY_LOSSES[kind]
-    at = "algorithm.policy_loss_fn_args"
-    both = s.take(f"{at}.clip_range", "update.loss.clip")
+    at, clips = "algorithm.policy_loss_fn_args", "update.loss.clip"
+    both = s.take(f"{at}.clip_range", clips) if loss != "cispo" else None
     low, high = (low, high) if both is None else (both, both)
+    to = ["update.loss.options"] * 2 if loss == "cispo" else [f"{clips}.low", f"{clips}.high"]
     clip = {
-        "low": s.take(f"{at}.clip_range_low", "update.loss.clip.low", low),
-        "high": s.take(f"{at}.clip_range_high", "update.loss.clip.high", high),
+        "low": s.take(f"{at}.clip_range_low", to[0], low),
+        "high": s.take(f"{at}.clip_range_high", to[1], high),
     }
     if dual is not None:
-        clip["dual"] = s.take(f"{at}.clip_ratio_c", "update.loss.clip.dual", dual)
+        clip["dual"] = s.take(f"{at}.clip_ratio_c", f"{clips}.dual", dual)
     key = "update.loss.aggregation"  # the newer place goes before the older one
     aggregation = s.take(f"{at}.loss_agg_mode", key, aggregation)
     aggregation = s.take("algorithm.loss_agg_mode", key, aggregation)
-    ours = {"update.loss.policy_loss": loss, "update.loss.clip": clip}
+    ours = {"update.loss.policy_loss": loss, clips: clip}
+    if loss == "cispo":  # the ends of its weight
+        low, high = max(1 - clip["low"], 0.0), 1 + clip["high"]
+        ours = {"update.loss.policy_loss": loss, to[0]: {"ratio_min": low, "ratio_max": high}}
     ours["update.loss.aggregation"] = aggregation.replace("-", "_")
     kind = s.take("algorithm.kl_loss_fn", "update.loss.kl_kind", "k2" if kl else "none")
     if kind != "none":

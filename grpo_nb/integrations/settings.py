@@ -106,7 +106,9 @@ class Settings:
             config = override(GRPOConfig(), ours)
         except ValueError as e:
             said = str(e).removeprefix("Unknown ")
-            theirs = [f"{k}: " for k, ours in self.taken.items() if said.startswith(ours)]
+            last = lambda ours: ours.rpartition(".")[2].replace("_", " ")  # as in "KL kind"
+            name = lambda ours: said.startswith(ours) or said.lower().startswith(f"{last(ours)} ")
+            theirs = [f"{k}: " for k, ours in self.taken.items() if name(ours)]
             raise ValueError("".join(theirs[:1]) + str(e)) from None
         return Reading(config, self.taken, self.left, batch, notes)
 
