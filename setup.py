@@ -42,6 +42,7 @@ setup(
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
     ],
     cmdclass={"build_py": BuildWithData},
     packages=find_packages(include=["grpo_nb", "grpo_nb.*"]),

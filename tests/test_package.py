@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import forked
+from packaging.specifiers import SpecifierSet
 
 from grpo_nb.config import describe
 from grpo_nb.lab.recipe import GRPOConfig
@@ -25,6 +27,15 @@ def test_pure_modules_and_the_record_load_with_torch_and_numpy_only():
     p = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     heavy = {"transformers", "wandb", "datasets", "pandas", "matplotlib", "scipy", "yaml"}
     assert "torch" in p.stdout.split() and not heavy & set(p.stdout.split()), p.stderr
+
+
+def test_every_pin_is_made_for_the_lowest_python_that_is_named():
+    "With one that is not, pip searches for hours instead of saying so."
+    pins = dict(x.split("==") for x in (ROOT / "constraints.txt").read_text().split() if "==" in x)
+    there = {d.name: d.metadata["Requires-Python"] for d in metadata.distributions()}
+    needs = {k: v for k, v in there.items() if k in pins and v}
+    assert len(needs) > 150
+    assert not [k for k, v in needs.items() if not SpecifierSet(v).contains("3.11.0")]
 
 
 def test_the_wheel_holds_the_package_with_its_data_and_runs_in_an_empty_folder(tmp_path):
