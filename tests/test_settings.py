@@ -294,6 +294,9 @@ def test_a_script_is_read_as_its_shell_does_and_what_it_does_not_set_is_asked_fo
         config_from_verl(["critic.model.path=x", *more])
 
 
+_MODE = "policy_loss.loss_mode"
+
+
 def test_a_misspelt_key_is_told_with_the_one_that_was_meant():
     assert config_from_trl({"learning_rat": 1}).left["learning_rat"].endswith("'learning_rate'?")
     left = config_from_trinity({"buffer.batch_sise": 4}).left
@@ -322,6 +325,17 @@ def test_a_misspelt_key_is_told_with_the_one_that_was_meant():
     with pytest.raises(ValueError, match="a value as in YAML; got 'data.x={a: b'"):
         config_from_verl(["data.x={a: b"])
     assert all("this changes" in [*x.left.values()][0] for x in (found, turns))
+    forks = [
+        "trainer.rejection_sample",
+        "actor_rollout_ref.rollout.n_agent",
+        "data.filter_accuracy",
+    ]
+    told = config_from_verl(dict.fromkeys([*forks, "actor_rollout_ref.actor.loss_remove_clip"], 1))
+    assert all(why.startswith("not a key that") for why in told.left.values())
+    floor = {
+        f"actor_rollout_ref.actor.{k}": v for k, v in (("clip_ratio_low", 10), (_MODE, "cispo"))
+    }
+    assert config_from_verl(floor).config.update.loss.options["ratio_min"] == 0.0
 
 
 def test_truncation_length_penalty_and_the_floor_are_read():
