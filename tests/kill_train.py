@@ -18,15 +18,16 @@ import torch
 from resumed import row_differences, state_differences
 
 from grpo_nb.lab import checkpoint, session
-from grpo_nb.lab.checkpoint import checkpoints, latest
+from grpo_nb.lab.checkpoint import checkpoints, latest, read_state
 from grpo_nb.lab.recipe import load_config
+from grpo_nb.tasks import Task
 from grpo_nb.trainer import GRPO
 
 COMMON = ["run.progress=false", "num_generations=4", "train_batch_size=4", "steps=3", "threads=1",
           "checkpoint.every=1", "checkpoint.seconds=0.01", "run.samples_every=1", "run.if_exists=resume",
           "tasks.train=data:tasks/middle_dev.jsonl", "tasks.eval=data:tasks/easy_eval.jsonl"]  # fmt: skip
 VARIANTS = {
-    "epochs": ["update.loss.kl_coef=0.01", "optimizer.schedule=cosine", "update.num_epochs=3", "update.minibatch_size=8", "update.kl_stop.target=0.01", "advantage.mode=gdpo"],
+    "epochs": ["update.loss.kl_coef=0.01", "optimizer.schedule=cosine", "update.num_epochs=3", "update.minibatch_size=8", "update.kl_stop.target=0.001", "advantage.mode=gdpo"],
     "filter": ["num_generations=8", "filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson"],
     "curriculum": ["num_generations=8", "tasks.selector=greso", "filter_groups.enable=true", "eval.every=2", "eval.limit=4", "eval.samples=2"],
     "workers": ["rewards.run.workers=1"],
@@ -90,7 +91,6 @@ def train(variant, folder, suicide=None):
         die_at(suicide)
     t.fit()
     t.close()
-    torch.save(dict(t.policy.state_dict()), folder / "end.pt")
 
 
 def die_at(n):
@@ -178,7 +178,8 @@ def kill_and_compare(variant, folder, kills):
 
 
 def compare(a, b):
-    "Weights, metrics and samples are the same, but for times."
-    one, two = (torch.load(p / "end.pt", weights_only=True) for p in (a, b))
+    "The last checkpoint, metrics and samples are the same, but for times."
+    one, two = (read_state(latest(p / "checkpoints"), Task) for p in (a, b))
+    del one["trainer"]["config"], two["trainer"]["config"]  # which names the folder
     odd = state_differences(one, two) + row_differences(a, b)
     assert not odd, odd[:8]

@@ -1,4 +1,4 @@
-"Comparisons: equal budgets, statistics, crashes, interruptions, the stored study, exports."
+"Comparisons: equal budgets, statistics, crashes, interruptions, the stored study, exports, workers of others."
 
 import json
 import math
@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,6 +20,7 @@ import pandas as pd
 import psutil
 import pytest
 from forked import wait_for
+from resumed import is_timing
 
 from grpo_nb.all import GRPO, Run, Samples, Steps, Study, compare, data_path, load_config
 from grpo_nb.evaluate import Scores, two_way_interval
@@ -85,9 +86,10 @@ class Holder:
     __call__ = make
 
 
-def curves_of(runs):
+def numbers(runs):
     "What runs have recorded, but for the time that it took."
-    return [{k: v for k, v in r["curve"].items() if k != "cpu_seconds"} for r in runs]
+    untimed = lambda curve: {k: v for k, v in curve.items() if not is_timing(k)}
+    return [json.dumps(untimed(r["curve"]), sort_keys=True) for r in runs]  # NaN is NaN
 
 
 ARMS = {"slow": {"make.rate": 0.05}, "fast": {"make.rate": 0.08}}
@@ -207,7 +209,7 @@ def test_an_interrupted_study_goes_on(tmp_path, capsys):
     study = contest({"a": {}}, dir=tmp_path / "d", **kw)
     assert not study.unfinished and COUNTS.made == 2
     whole = contest({"a": {}}, dir=tmp_path / "w", **kw)
-    assert curves_of(study.runs) == curves_of(whole.runs)
+    assert numbers(study.runs) == numbers(whole.runs)
 
 
 def test_a_study_interrupted_in_its_tuning_is_shown_and_says_later_what_was_chosen(tmp_path):
@@ -273,7 +275,7 @@ def test_processes_give_what_one_process_gives_and_survive_a_death(tmp_path):
     deadly = {"deadly": {"make.only": 0, "make.die_at": 2}}
     there = contest(ARMS | deadly, dir=tmp_path / "two", workers=2, **kw)
     alive = [r for r in there.runs if r["variant"] != "deadly"]
-    assert curves_of(alive) == curves_of(here.runs)
+    assert numbers(alive) == numbers(here.runs)
     dead = [r for r in there.runs if r["status"] == "failed"]
     assert [(r["variant"], r["seed"]) for r in dead] == [("deadly", 0)]
     assert "The process of this run died" in dead[0]["error"]
@@ -337,9 +339,7 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_trained(tmp_p
 
 
 @pytest.mark.parametrize("executor", [None, ThreadPoolExecutor(2)])
-def test_an_unknown_metric_ends_the_study_before_anything_is_trained(
-    tmp_path, executor, monkeypatch
-):
+def test_an_unknown_metric_ends_a_study_before_any_training(tmp_path, executor, monkeypatch):
     monkeypatch.setattr(Fake, "step", lambda *_: pytest.fail("trained"))
     kw = {"seeds": range(3), "budget": Steps(9), "dir": tmp_path / "d", "executor": executor}
     kw |= {"variants": {"a": {}, "b": {}}}
@@ -666,3 +666,83 @@ def test_that_somebody_else_writes_a_run_is_no_result(tmp_path):
     assert not (tmp_path / "s.json").exists() and not (taken.parent / "result.json").exists()
     shutil.rmtree(taken)
     assert [r["status"] for r in compare(**kw).runs] == ["done", "done"]
+
+
+# a study carried out by somebody else's workers: the same numbers, and a lost worker is no failed run
+
+RATES = {"slow": 1e-5, "fast": 1e-3}
+
+
+def rates(folder, variants=("slow", "fast"), **kwargs):
+    variants = {name: {"optimizer.lr": RATES[name]} for name in variants}
+    return compare(variants, BASE, seeds=[1], budget=Samples(24), dir=folder, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return numbers(rates(tmp_path_factory.mktemp("here")).runs)
+
+
+@pytest.fixture
+def client():
+    distributed, dask = pytest.importorskip("distributed"), pytest.importorskip("dask")
+    how = {"threads_per_worker": 1, "dashboard_address": None, "silence_logs": 50}
+    with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
+        distributed.utils.get_mp_context()
+        forked.FORKS.set_forkserver_preload(forked.LOADED.split())  # it had others loaded
+        with distributed.LocalCluster(1, **how) as cluster, distributed.Client(cluster) as client:
+            yield client
+
+
+class Deadly:
+    "An executor whose first worker dies with its job."
+
+    def __init__(self, client, flag):
+        self.client, self.flag = client, flag
+
+    def submit(self, function, job):
+        def die_once(flag):
+            if not os.path.exists(flag):
+                open(flag, "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(job)
+
+        return self.client.submit(die_once, str(self.flag))
+
+
+def test_workers_of_dask_give_the_same_numbers_also_when_one_is_killed(client, alone, tmp_path):
+    before = set(client.run(os.getpid).values())
+    there = rates(tmp_path / "study", ["slow"], executor=Deadly(client, tmp_path / "died"))
+    assert [r["status"] for r in there.runs] == ["done"] and numbers(there.runs) == alone[:1]
+    assert set(client.run(os.getpid).values()) != before
+    assert numbers(rates(tmp_path / "own", ["fast"], executor=client).runs) == alone[1:]
+
+
+def test_jobs_of_submitit_give_the_numbers_of_this_process(alone, tmp_path):
+    submitit = pytest.importorskip("submitit")
+    executor = submitit.AutoExecutor(folder=tmp_path / "logs", cluster="local")
+    executor.update_parameters(timeout_min=5)
+    assert numbers(rates(tmp_path / "study", ["fast"], executor=executor).runs) == alone[1:]
+
+
+class Lossy:
+    "An executor that loses the first `losses` jobs it is given."
+
+    def __init__(self, losses):
+        self.losses, self.submitted = losses, 0
+
+    def submit(self, function, job):
+        self.submitted, future = self.submitted + 1, Future()
+        if self.submitted <= self.losses:
+            future.set_exception(ConnectionError("the node is gone"))
+        else:
+            future.set_result(function(job))
+        return future
+
+
+def test_a_lost_run_is_tried_three_times(alone, tmp_path):
+    executor = Lossy(2)
+    assert numbers(rates(tmp_path / "a", ["slow"], executor=executor).runs) == alone[:1]
+    assert executor.submitted == 3
+    with pytest.raises(ConnectionError, match="the node is gone"):
+        rates(tmp_path / "b", executor=Lossy(99))

@@ -173,25 +173,12 @@ def test_every_key_that_somebody_sets_is_used_refused_or_told(key, value, parts,
     assert any(k.startswith(key) for k in given_keys(trainer.config))
 
 
-@pytest.mark.parametrize("length", [None, 5])
-def test_a_constant_length_below_the_longest_sample_is_refused(length, policy):
-    config = SMALL | {"update.loss.aggregation": "dr_grpo", "update.loss.max_length": length}
-    with pytest.raises(ValueError, match=f"got max_length={length}: .* up to 6 long"):
-        GRPO(policy, ROWS, RIGHT, config)
-
-
 def test_estimators_say_which_of_the_general_options_they_do_not_have(policy):
     config = SMALL | {"advantage.mode": "dr_grpo", "advantage.eps": 0.1}
     with pytest.warns(UserWarning, match=r"advantage.eps \('dr_grpo' has none\)"):
         GRPO(policy, ROWS, RIGHT, config)
     with warnings.catch_warnings(action="error"):
         GRPO(policy, ROWS, RIGHT, config)  # the trainers of a study: told once
-
-
-def test_weights_in_half_precision_are_told():
-    model = TokenPolicy.from_pretrained(data_path("tiny-llama"), dtype="bfloat16")
-    with pytest.warns(UserWarning, match="Weights in torch.bfloat16 lose most updates of lr=0.001"):
-        GRPO(model, ROWS, RIGHT, SMALL | {"optimizer.lr": 1e-3})
 
 
 class Heir(TokenPolicy):
@@ -449,9 +436,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(
-    "source", ["list", "jsonl", "parquet", "table", "scheduler", "stream", "held out"]
-)
+@pytest.mark.parametrize("source", "list jsonl parquet table scheduler stream held-out".split())
 @pytest.mark.parametrize("fault", BAD)
 def test_a_bad_task_is_found_before_it_is_trained_on_and_named(fault, source, tmp_path, policy):
     change, message = BAD[fault]
@@ -471,7 +456,7 @@ def test_a_bad_task_is_found_before_it_is_trained_on_and_named(fault, source, tm
         given["config"] = SMALL | {"tasks.selector": "sequential"}
     elif source == "stream":
         given["tasks"], place = Stream(tasks[-2:]), "task "
-    elif source == "held out":
+    elif source == "held-out":
         given |= {"tasks": ROWS, "eval_tasks": tasks}
     trainer = GRPO(policy, rewards=RIGHT, **given)
     with pytest.raises(ValueError, match=message) as e:
@@ -514,6 +499,8 @@ def test_the_door_takes_what_people_have(tmp_path, policy):
 
 
 ONES = torch.ones(2, 2)
+DR_GRPO = {"update.loss.aggregation": "dr_grpo"}
+by_rank = lambda r: r.replace(rewards_NR=None, rewards_NRK=r.rewards[:, :, None].expand(-1, -1, 3))
 BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)  # fmt: skip
 
 
@@ -603,6 +590,11 @@ BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8,
         (lambda p: GRPO(p, ROWS, RIGHT, {"update.loss.policy_loss": lambda x, a: (x * a).mean()}), "must return one number per step, .2, 1.; got .. "),
         (lambda p: GRPO(p, ROWS, RIGHT, {"update.loss.policy_loss": lambda x: x}), "but takes .x.: too many"),
         (lambda p: load_config(None, ["tasks.eval={a: x.jsonl, b: 3}"]), "must be text or {name: text}"),
+        (lambda p: GRPO(p, ROWS, RIGHT, SMALL | DR_GRPO), "got max_length=None: .* up to 6 long"),
+        (lambda p: GRPO(p, ROWS, RIGHT, SMALL | DR_GRPO | {"update.loss.max_length": 5}), "got max_length=5: .* up to 6 long"),
+        (lambda p: GRPO.from_config({"policy.model": "none"}, callbacks=["wandb"]), "nothing would call"),
+        (lambda p: GRPO(p, ROWS, RIGHT, SMALL, callbacks=[lambda: None]).fit(), r"called with \(trainer, row\)"),
+        (lambda p: (t := GRPO(p, ROWS, even, SMALL)).step(by_rank(t.collect())), r"Rewards per rank need states\['item'\]"),
         (lambda p: open_policy({"engine": {"kind": "vllm"}}), "policy.engine: url must be text"),
         (lambda p: TokenPolicy(copy.deepcopy(p.model).to("meta"), p.tokenizer), "are on meta: load it on one device"),
         (lambda p: p.generate("1\ud800"), "Half a character"),
@@ -628,6 +620,7 @@ def test_mistakes_are_told_in_one_line_with_what_to_do(do, message, policy):
         (lambda t: setattr(t, "args", {}), "here it is config"),
         (lambda t: t.optimizer.param_groups[0].update(lr=0.5), "optimizer's lr=0.5 is not used"),
         (lambda t: setattr(t.policy, "stop", [54]), "No sample of a step ended by itself"),
+        (lambda t: GRPO(TokenPolicy.from_pretrained(data_path("tiny-llama"), dtype="bfloat16"), ROWS, RIGHT, SMALL | {"optimizer.lr": 1e-3}), "Weights in torch.bfloat16 lose most updates of lr=0.001"),
         (lambda t: LossConfig(kl_coef=0.1, kl_kind="kl"), "this KL term pulls nowhere"),
         (lambda t: _parse(["train", "steps=2", "seed=1", "steps=3"]), "steps is given twice: the last"),
     ],

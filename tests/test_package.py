@@ -1,19 +1,23 @@
-"The package as users get it: light imports, a wheel of the package only, safe loading."
+"The package as users get it: light imports, a wheel of the package only, safe loading, and the demo from end to end."
 
 import ast
 import importlib
 import json
+import re
 import runpy
 import shutil
 import subprocess
 import sys
 import zipfile
+from functools import lru_cache, partial
 from importlib import metadata
 from pathlib import Path
 
 import forked
 from packaging.specifiers import SpecifierSet
 
+from grpo_nb.applications import motion
+from grpo_nb.cli import main
 from grpo_nb.config import describe
 from grpo_nb.lab.recipe import GRPOConfig
 
@@ -84,9 +88,7 @@ def test_notebooks_and_their_modules_may_share_a_process(tmp_path):
 
 
 def test_the_package_is_the_command():
-    line = (
-        f"{sys.executable} -m grpo_nb.cli config steps=3 | grep -m 1 steps:"  # the pipe is closed
-    )
+    line = f"{sys.executable} -m grpo_nb.cli config steps=3 | grep -m 1 steps:"  # closes the pipe
     p = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert p.stderr == "" and p.stdout.startswith("steps: 3  #")
 
@@ -115,7 +117,39 @@ def test_the_exported_modules_name_their_notebooks():
 def test_the_page_of_keys_is_that_of_the_configuration():
     cell = json.loads((ROOT / "nbs/configuration.ipynb").read_text(encoding="utf-8"))["cells"][-1]
     page = "".join(cell["outputs"][0]["data"]["text/markdown"]).replace("\\|", "|")
-    for row in describe(GRPOConfig):
+    rows = describe(GRPOConfig)
+    assert len(rows) > 90 and len({r["key"] for r in rows}) == len(rows)
+    plain = ("int", "float", "int or null", "float or null")  # every number has a range
+    assert [r["key"] for r in rows if r["accepts"] in plain or not r["meaning"]] == []
+    for row in rows:
         key = row["key"].rpartition(".")[2]
         line = f"| `{key}` | {row['accepts']} | `{row['default']}` | {row['meaning']} |"
         assert line in page, f"{row['key']}: run .ci/save_outputs.py nbs/configuration.ipynb"
+
+
+TINY = "train_batch_size=2 num_generations=4 eval.limit=4 eval.samples=1 compare.seeds=2"
+
+
+def test_a_demo_leaves_pictures_a_report_and_three_sentences(tmp_path, capsys, monkeypatch):
+    imitation = lru_cache(partial(motion.reach_policy, steps=50))
+    monkeypatch.setattr(motion, "_imitation", imitation)
+    tiny = [*TINY.split(), "compare.eval_every={samples: 8}", "compare.budget={steps: 2}"]
+    tiny += ["--dir", str(tmp_path / "demo"), "--workers", "1"]
+    assert main(["demo", *tiny]) == 0
+    said, folder = capsys.readouterr().out, tmp_path / "demo"
+    for name in ("Difference", "Null", "Cost"):
+        assert len(re.findall(rf"^{name}: .*\d", said, re.M)) == 1
+    assert "The factor 30 is deliberate. The learning rates are fixed" in said
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2 and "Difference: " in page
+    for link in re.findall(r'href="([^"]+)"', page):
+        assert (folder / link).exists()
+    assert {"motion.png", "sums.png"} <= {p.name for p in folder.iterdir()}
+    # the numbers of the sentences are those of the stored studies
+    sums = json.loads((folder / "sums" / "study.json").read_text())
+    runs = [r["curve"] for r in sums["runs"] if r["variant"] == "GRPO"]
+    last = [curve["eval_sampled/exact_answer"][-1] for curve in runs]
+    assert f"takes GRPO from {sum(last) / 2:.3f} to" in said
+    # a finished demo is left alone
+    monkeypatch.setattr("grpo_nb.cli._demo", lambda dir, *_, **__: dir == tmp_path / "demo-2")
+    assert main(["demo", *tiny]) == 0

@@ -390,9 +390,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_damaged_model_is_named_in_one_line_and_no_code_of_a_model_runs(
-    kind, tmp_path, monkeypatch
-):
+def test_a_damaged_model_is_named_and_no_code_of_a_model_runs(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = shutil.copytree(data_path("tiny-llama"), tmp_path / "m")
     [f.chmod(0o644) for f in folder.iterdir()]

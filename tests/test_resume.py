@@ -1,7 +1,6 @@
 "Checkpoints and resume of the real trainer: every cut, every fault, kills."
 
 import contextlib
-import hashlib
 import io
 import itertools
 import json
@@ -19,12 +18,12 @@ import forked
 import kill_train
 import pytest
 import torch
-from resumed import check_resume, differences
+from resumed import differences
 
 from grpo_nb.evaluate import Scores
 from grpo_nb.files import RunLocked, read_jsonl
 from grpo_nb.lab import checkpoint, progress, record, session
-from grpo_nb.lab.checkpoint import _CHECKSUM, CheckpointError, _check_seal, checkpoints, latest
+from grpo_nb.lab.checkpoint import CheckpointError, _check_seal, checkpoints, latest
 from grpo_nb.lab.checkpoint import read_state
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.processes import ProcessLost
@@ -32,10 +31,6 @@ from grpo_nb.trainer import GRPO
 
 SMALL = ["run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "train_batch_size=4", "steps=5", "run.samples_every=1",
          "tasks.train=data:tasks/middle_dev.jsonl", "tasks.eval=data:tasks/easy_eval.jsonl"]  # fmt: skip
-SETUPS = {
-    "epochs": ["update.loss.kl_coef=0.01", "optimizer.schedule=cosine", "update.num_epochs=3", "update.minibatch_size=8", "update.kl_stop.target=0.001", "eval.every=2", "eval.limit=4", "eval.samples=2"],
-    "filter": ["filter_groups.enable=true", "filter_groups.surplus=carry", "filter_groups.max_staleness=2", "tasks.selector=thompson"],
-}  # fmt: skip
 
 
 def thirds(completion, **columns):
@@ -94,12 +89,6 @@ def test_the_state_of_another_optimizer_is_refused_before_anything_changes():
 
 def rows(trainer):
     return read_jsonl(trainer.run.dir / "metrics.jsonl")[0]
-
-
-@pytest.mark.parametrize("setup", SETUPS)
-def test_every_cut_ends_with_the_same_bytes(setup, tmp_path):
-    build = lambda d: make(d, *SETUPS[setup])
-    check_resume(build, 3, tmp_path, rewards=lambda: {"thirds": thirds})
 
 
 def test_resuming_twice_and_with_another_batch_size(tmp_path):
@@ -208,9 +197,7 @@ def test_the_best_checkpoint_is_kept_though_no_other_was_due(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("fault", ["full disk", "no folder", "removal", "rows"])
-def test_training_goes_on_without_a_checkpoint_and_ends_with_an_error(
-    fault, tmp_path, monkeypatch, request
-):
+def test_a_checkpoint_that_fails_is_an_error_at_the_end(fault, tmp_path, monkeypatch, request):
     limits, seen = resource.getrlimit(resource.RLIMIT_FSIZE), []
     request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
     t = make(tmp_path / "r", "checkpoint.every=1", callbacks=[lambda t, row: seen.append(1)])
@@ -344,9 +331,7 @@ def test_output_never_ends_training(output, mode, tmp_path, monkeypatch):
             stream.close()
 
 
-def test_a_relative_folder_is_that_where_the_trainer_was_made_and_lost_rows_are_said(
-    tmp_path, monkeypatch
-):
+def test_a_relative_folder_stays_that_of_the_start_and_lost_rows_are_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     t = make("r", callbacks=[lambda t, row: os.chdir("/")])
     os.chdir("/usr")
@@ -387,16 +372,12 @@ def test_the_state_that_was_is_what_close_writes(tmp_path):
     assert t.run.status["state"] == "stopped"
 
 
-def test_other_versions_are_told_and_another_policy_is_refused(tmp_path):
-    make(tmp_path / "r").fit(1).close()
-    (path,) = checkpoints(tmp_path / "r" / "checkpoints")
-    told = json.loads((path / "manifest.json").read_text()) | {"versions": {"torch": "1.0"}}
-    del told["sha256"]
-    text = json.dumps(told, indent=1)[:-2]
-    seal = hashlib.sha256(text.encode()).hexdigest() + '"\n}'
-    (path / "manifest.json").write_text(text + _CHECKSUM + seal)
+def test_other_versions_are_told_and_another_policy_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as old:
+        old.setattr(checkpoint, "versions", lambda: {"torch": "1.0"})
+        make(tmp_path / "r").fit(1).close()
     with pytest.warns(UserWarning, match="torch 1.0 -> "):
-        load(path)
+        load(tmp_path / "r")
     with pytest.raises(ValueError, match="another policy"):
         other = make(None)
         state = other.state_dict()
@@ -428,9 +409,7 @@ def test_fit_goes_on_after_close_and_in_a_cell_that_is_run_again_with_its_name(t
     assert [r["step"] for r in rows(t)] == [1, 2, 3]
 
 
-def test_steps_before_the_record_are_in_it_and_a_callback_neither_fits_nor_saves_inside_a_step(
-    tmp_path,
-):
+def test_steps_before_the_record_are_in_it_and_a_callback_trains_nothing_inside_a_step(tmp_path):
     t = make(tmp_path / "r")
     t.step()
     assert [r["step"] for r in rows(t.fit(1))] == [1, 2]
@@ -562,9 +541,7 @@ def test_a_run_that_another_process_moved_on_is_read_after_the_lock(tmp_path):
 
 @pytest.mark.parametrize("where, what", [(record.Run, "_describe"), (session, "_sweep")])
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_an_error_while_a_run_is_laid_out_leaves_it_as_it_was(
-    tmp_path, monkeypatch, where, what, error
-):
+def test_an_error_in_laying_out_a_run_changes_nothing(tmp_path, monkeypatch, where, what, error):
     folder = tmp_path / "run"
     for begun in (False, True):
         trainer = make(folder, "run.if_exists=resume") if begun else make(folder)

@@ -405,7 +405,7 @@ def test_a_run_with_a_server_resumes_bit_for_bit(server, tmp_path):
 
 def ahead(url, folder=None, staleness=1, patience=60, **more):
     engine = {"kind": "vllm", "url": url, "wait_s": patience, "max_staleness": staleness}
-    keys = {"policy.engine": engine | {"tol": 1e-4}, "steps": 5, "optimizer.lr": 3e-4}
+    keys = {"policy.engine": engine | {"tol": 1e-4}, "steps": 4, "optimizer.lr": 3e-4}
     return recipe(url, folder, **keys | more)
 
 
@@ -434,6 +434,7 @@ CASES = {
     "selector": {"tasks.selector": "thompson"},
     "filter": {"filter_groups.enable": True, "filter_groups.gen_batch_size": 3},
     "carry": {"filter_groups.enable": True, "filter_groups.surplus": "carry"},
+    "end of the tasks": {"tasks.epochs": 5 / 200},
     "evaluations between": {"eval.every": 1, "eval.limit": 4, "eval.samples": 2},
 }
 
@@ -449,8 +450,8 @@ def test_read_ahead_is_the_batch_that_the_step_would_draw(server, case):
     started, real = [], trainer.policy.engine.read_ahead
     trainer.policy.engine.read_ahead = lambda *a: started.append(a) or real(*a)
     got = fitted(trainer)
-    assert len(started) == 2 and trainer.policy.engine.ahead is None
-    assert got.tasks() == want.tasks()
+    assert len(started) == trainer.step_done - 1 >= 1 and trainer.policy.engine.ahead is None
+    assert got.tasks() == want.tasks() and trainer.stop == plain.stop
     for a, b in zip(got.seen, want.seen):
         assert torch.equal(a.states["completion_ids"], b.states["completion_ids"])
         assert torch.equal(a.old_logp_NS, b.old_logp_NS)
@@ -478,9 +479,9 @@ def test_every_batch_but_the_first_is_exactly_one_update_old(server):
     trainer = ahead(server.url, **{"eval.every": 2, "eval.limit": 4, "train_batch_size": 4})
     kept = fitted(trainer)
     assert clashes == []  # no new weights while something is drawn
-    assert [r["sampling/staleness"] for r in trainer.history] == [0, 1, 1, 1, 1]
+    assert [r["sampling/staleness"] for r in trainer.history] == [0, 1, 1, 1]
     versions = [r.info["policy_version"].unique().tolist() for r in kept.seen]
-    assert versions == [[0], [0], [1], [2], [3]]
+    assert versions == [[0], [0], [1], [2]]
     server.restart()
     lagging = ahead(server.url, staleness=0, train_batch_size=4)
     engine, before = lagging.policy.engine, []
@@ -521,9 +522,9 @@ def test_a_run_that_reads_ahead_resumes_with_the_batch_under_way(server, tmp_pat
     later = GRPO.load(latest(tmp_path / "middle"), policy=policy)
     second = fitted(later)
     assert first.tasks()[:2] + second.tasks() == want
-    assert [r["sampling/staleness"] for r in later.history] == [0, 1, 1]
-    assert later.counters.values["n_rollouts_generated"] == 5 * 8
-    assert later.counters.values["n_prompts"] == 5 * 2
+    assert [r["sampling/staleness"] for r in later.history] == [0, 1]
+    assert later.counters.values["n_rollouts_generated"] == 4 * 8
+    assert later.counters.values["n_prompts"] == 4 * 2
     trainer.close()
     later.close()
 
@@ -543,7 +544,7 @@ def test_a_server_lost_in_a_run_loses_nothing(server, staleness):
     server.troubles = []
     trainer.callbacks.remove(die)
     trainer.fit()
-    assert kept.tasks() == want and trainer.counters.values["n_prompts"] == 5 * 2
+    assert kept.tasks() == want and trainer.counters.values["n_prompts"] == 4 * 2
     assert staleness or differences(trainer, whole) == []
 
 
@@ -551,7 +552,7 @@ def test_a_server_restarted_while_it_reads_ahead_draws_again(server):
     trainer = ahead(server.url)
     trainer.callbacks.append(at_step(2, server.restart))
     trainer.fit()
-    assert [r["sampling/staleness"] for r in trainer.history] in ([0, 1, 0, 1, 1], [0, 1, 1, 1, 1])
+    assert [r["sampling/staleness"] for r in trainer.history] in ([0, 1, 0, 1], [0, 1, 1, 1])
 
 
 def test_ctrl_c_with_a_batch_under_way_ends_at_once(server):
@@ -570,16 +571,6 @@ def test_ctrl_c_with_a_batch_under_way_ends_at_once(server):
     time.sleep(1)
     assert time.monotonic() - start < 20
     assert trainer.policy.engine.ahead is None and trainer.step_done in (2, 3)
-
-
-def test_the_end_of_the_tasks_is_the_same(server, tmp_path):
-    lines = data_path("tasks/middle_dev.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "few.jsonl").write_text("".join(lines[:5]))
-    few = {"tasks.epochs": 1, "steps": 9, "tasks.train": str(tmp_path / "few.jsonl")}
-    make = lambda n: ahead(server.url, staleness=n, **few)
-    runs = [make(n).fit() for n in (0, 1)]
-    assert runs[0].step_done == runs[1].step_done == 2
-    assert runs[0].stop == runs[1].stop
 
 
 def test_what_does_not_go_with_reading_ahead_is_told_before_a_model_is_loaded(server, monkeypatch):
