@@ -38,6 +38,8 @@ def tracked():
 
 def clean():
     "Cleaning, exporting and rebuilding the README change nothing. Done in a copy: your files stay as they are."
+    if not (ROOT / ".git").exists():
+        return print("a downloaded archive, no checkout: not asked")
     with tempfile.TemporaryDirectory() as tmp:
         copy = Path(tmp) / "copy"
         files = tracked()
