@@ -61,7 +61,7 @@ def test_without_verl_nothing_is_imported_and_nothing_breaks(tmp_path):
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     "As verl's users write it."
-    assert data_source == "sums" and extra_info["split"] == "train"
+    assert data_source == "sums" and extra_info["split"] == "train" and extra_info["num_turns"] == 2
     right = solution_str.split("</think>")[-1].replace("<eos>", "").strip() == ground_truth
     return {"score": float(right), "acc": right}
 

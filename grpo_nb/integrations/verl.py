@@ -183,7 +183,10 @@ def as_reward(
             data_source=columns.get("data_source"),
             solution_str=_plain_text(completion),
             ground_truth=columns["reward_model.ground_truth"],
-            extra_info=columns.get("extra_info") or {},
+            extra_info={
+                **(columns.get("extra_info") or {}),
+                "num_turns": 2,
+            },  # one of each, as there
         )
 
     def read(found):
