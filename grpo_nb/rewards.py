@@ -151,6 +151,8 @@ def _parameters(function: Callable, name: str) -> list[inspect.Parameter]:
     later = (inspect.isasyncgenfunction, inspect.isgeneratorfunction)
     if any(test(f) for test in later for f in (inner, type(inner).__call__)):
         raise ValueError(f"Reward {name!r} is a generator: return the rewards instead of `yield`.")
+    if isinstance(function, functools.partial):  # without `__wrapped__`, which knows of no keywords
+        function = functools.partial(function.func, *function.args, **function.keywords)
     with contextlib.suppress(ValueError, TypeError):  # built-in functions have no signature
         parameters = list(inspect.signature(function).parameters.values())
         if not any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):
@@ -306,6 +308,7 @@ def _task_columns(tasks: Sequence) -> dict[str, list]:
     "The prompts and the columns of tasks; None where a task lacks one."
     prompts, rows = zip(*map(_task_fields, tasks)) if len(tasks) else ((), ())
     names = dict.fromkeys(k for row in rows for k in row)
+    names = [k for k in names if k not in ("completion", "completion_ids")]  # of others; as in TRL
     taken = [k for k in names if k in _RESERVED]
     if taken:
         raise ValueError(f"Task columns may not be called {taken}: those are of the rollout.")

@@ -452,6 +452,7 @@ GRPO.elsewhere = {  # TRL's words
     "eval_dataset": "eval_tasks",
     "ref_model": "reference",
     "processing_class": "policy=(model, tokenizer)",
+    "tokenizer": "policy=(model, tokenizer)",
     "train": "fit()",
     "state": "history, step_done",
     "log_history": "history",
@@ -460,7 +461,7 @@ GRPO.elsewhere = {  # TRL's words
 
 
 def _say_our_word(self: GRPO, name: str):
-    theirs = name not in self.elsewhere and hasattr(vars(self).get("policy"), name)
+    theirs = hasattr(vars(self).get("policy"), name)
     if ours := f"policy.{name}" if theirs else _words(GRPO).get(name):
         raise AttributeError(f"GRPO has no {name!r}: here it is {ours}.")
     return object.__getattribute__(self, name)  # the error as Python says it
@@ -497,7 +498,7 @@ def _make_config(config: Any, _) -> TrainerConfig:
         return config
     if config is not None and not isinstance(config, Mapping):
         raise ValueError(
-            f"config is a {kind.__name__} or a mapping such as {{'optimizer.lr': 1e-5}}, got {type(config)}: load_config reads a recipe."
+            f"config is a {kind.__name__} or a mapping such as {{'optimizer.lr': 1e-5}}, got {type(config)}: load_config reads a recipe, config_from_trl(...).config TRL's."
         )
     return override(kind(), config or {})
 

@@ -515,6 +515,9 @@ def test_functions_of_every_shape_are_called_and_awaited(workers):
     async def twice(completion):
         return f(completion)
 
+    def given(completions, tokenizer, **columns):
+        return [tokenizer(c) for c in completions]
+
     functions = {
         "lambda": lambda completion: f(completion),
         "object": Own(),
@@ -526,6 +529,7 @@ def test_functions_of_every_shape_are_called_and_awaited(workers):
         "a tuple to await": lambda completions: tuple(map(f, completions)),
         "rows to await": lambda completions: [[f(c)] for c in completions],
         "partial of a partial": functools.partial(functools.partial(f), scale=2.0),
+        "a wrapped partial": functools.update_wrapper(functools.partial(given, tokenizer=f), given),
     }
     with RewardRunner(functions, workers=workers) as runner:
         want = [[2.0] * len(functions)] * 2

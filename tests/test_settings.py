@@ -302,7 +302,11 @@ def test_a_misspelt_key_is_told_with_the_one_that_was_meant():
     left = config_from_trinity({"buffer.batch_sise": 4}).left
     assert left["buffer.batch_sise"].endswith("did you mean 'batch_size'?")
     assert [config_from_trl(x).config.seed for x in ({}, {"seed": 0})] == [42, 0]
-    found = config_from_trl({"loss_type": "dr_grpo", "generation_kwargs": {"top_a": 1}})
+    drawn = {"generation_kwargs": {"top_a": 1, "top_k": 5}, "top_k": 3}  # the first wins
+    found = config_from_trl({"loss_type": "dr_grpo", "vllm_sampling_params": {"n": 1}} | drawn)
+    assert found.config.policy.top_k == 5 and "no effect" not in str(found.left)
+    with pytest.raises(ValueError, match="No key is known, 'training.beta' for one"):
+        config_from_trl({"training": {"beta": 0.1}})
     assert found.table().loc["loss_type", "value"] == "ppo, dr_grpo"
     turns = config_from_verl(["actor_rollout_ref.rollout.multi_turn.enable=true"])
     loss = config_from_trl({"loss_type": "vespo", "vespo_k_neg": 1}).config.update.loss

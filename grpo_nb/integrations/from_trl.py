@@ -24,6 +24,8 @@ _TRL_OPTIONS = {  # loss_type: their names of its options
 }
 _TRL_REASONS = (
     (r"vllm_importance_sampling_clip_min", "ratios to the sampler have no lower bound here: this changes the method"),
+    (r"(min_p|repetition_penalty|generation_kwargs|vllm_(sampling_params|structured|guided))", "no such sampling option here: this changes what is sampled"),
+    (r"chat_template_kwargs", "prompts depend on it; set it in the template: tokenizer.chat_template = '{% set enable_thinking = false %}' + tokenizer.chat_template"),
     (r"(use_vllm|vllm_|cache_implementation|use_transformers|transformers_continuous|ds3_)", "where and how samples are generated; no effect on the method here"),
     (r"(gradient_checkpointing|attn_implementation|use_liger|bf16|fp16|tf32|torch_dtype|dtype|deepspeed|fsdp|ddp_|torch_)", "memory, speed or precision of the other program"),
     (r"(sapo_|vespo_|lr_scheduler_kwargs)", "belongs to another loss_type or schedule"),
@@ -31,14 +33,13 @@ _TRL_REASONS = (
     (r"(sync_ref_model|ref_model_)", "the reference stays as it was: moving it changes the method"),
     (r"(use_adaptive_entropy|entropy_)", "the entropy coefficient is constant here: adapting it changes the method"),
     (r"max_tool_calling", "no tools here: this changes the method"),
-    (r"(model_init_kwargs|chat_template_kwargs|trust_remote_code|disable_dropout|cast_lm_head|load_in_|use_bnb|bnb_)", "how model and tokenizer are made: give (model, tokenizer) as policy; dropout is off here"),
+    (r"(model_init_kwargs|trust_remote_code|disable_dropout|cast_lm_head|load_in_|use_bnb|bnb_)", "how model and tokenizer are made: give (model, tokenizer) as policy; dropout is off here"),
     (r"(data_seed|train_sampling)", "tasks are drawn from seed"),
     (r"(dataset_|ignore_bias)", "a hub data set: give tasks.train a file"),
     (r"reward_funcs", "names of functions of that project, not in REWARDS: give rewards.functions"),
     (r"max_prompt_length", "prompts are never cut; no such setting (and none in TRL 1.16)"),
     (r"model_revision", "no revision of a hub model can be given"),
     (r"lora_|use_(peft|rslora|dora)", "use_peft is not set, so TRL trains all weights and never reads it"),
-    (r"(min_p|repetition_penalty|generation_kwargs)", "no such sampling option here: this changes what is sampled"),
     (r"(top_entropy_quantile|off_policy_mask_threshold)", "no such selection of tokens here: this changes the method"),
     (r"code_eval_", "option of a reward function of that project"),
     (r"(dataloader_|use_cpu|accelerator|parallelism|average_tokens|activation_checkpointing|liger|use_cache|auto_find|full_determinism|local_rank|pad_to_multiple|label_names|length_column|remove_unused|debug|skip_memory|do_|prediction_loss)", "how the other program runs; no effect on the method here"),
@@ -97,7 +98,7 @@ def _trl_batch(s: Settings, processes: int) -> tuple[int, int, int, int]:
     samples = per * processes * pieces
     if samples % group:
         raise ValueError(
-            f"{per} x {processes} processes x {pieces} = {samples} samples are not whole groups of {group}; TRL refuses this."
+            f"{per} x {processes} processes x {pieces} = {samples} samples are not whole groups of {group}; TRL refuses this. per_device_train_batch_size={group} fits, and is what Unsloth takes."
         )
     uses = pieces * s.take("num_iterations", "update.num_epochs", 1)
     if uses % accumulated:
@@ -208,13 +209,15 @@ def _trl_loss(s: Settings, notes: list) -> dict[str, Any]:
 # %% ../../nbs/integrations/05_from_trl.ipynb #3da9b006
 def _trl_policy(s: Settings) -> dict[str, Any]:
     "The model and how it samples."
+    wins = "generation_kwargs."
+    drawn = lambda k, v: s.take(wins + k, f"policy.{k}", s.take(k, f"policy.{k}", v))
     ours = {
         "policy.model": s.take("model_name_or_path", "policy.model"),
         "policy.system_prompt": s.take("system_prompt", "policy.system_prompt"),
         "policy.max_new_tokens": s.take("max_completion_length", "policy.max_new_tokens", 512),
-        "policy.temperature": s.take("temperature", "policy.temperature", 1.0),
-        "policy.top_p": s.take("top_p", "policy.top_p", 1.0),
-        "policy.top_k": max(s.take("top_k", "policy.top_k", 0), 0),
+        "policy.temperature": drawn("temperature", 1.0),
+        "policy.top_p": drawn("top_p", 1.0),
+        "policy.top_k": max(drawn("top_k", 0), 0),
     }
     if s.take("use_peft", "policy.lora", False):
         at = "policy.lora"

@@ -51,6 +51,7 @@ class Reading:
 
 # %% ../../nbs/integrations/04_settings.ipynb #bc3e3e39
 _OPEN = re.compile(r"\$[\w{([]|`")  # a variable or a command of a shell
+_UNKNOWN = "not a key that this reader knows: it is not read"
 
 
 class Settings:
@@ -88,9 +89,7 @@ class Settings:
                 exact = next((text for x, text in reasons if re.fullmatch(x, key)), "")
                 near = "null: the default holds" if key in self.asked else exact or self._near(key)
                 why = (text for pattern, text in reasons if re.match(pattern, key))
-                self.left[key] = near or next(
-                    why, "not a key that this reader knows: it is not read"
-                )
+                self.left[key] = near or next(why, _UNKNOWN)
 
     def _near(self, key: str) -> str:
         "What was asked for and not given, if the key looks like a misspelt one."
@@ -102,6 +101,11 @@ class Settings:
     def reading(self, ours: Mapping, reasons: Sequence[tuple], batch: str, notes: list) -> Reading:
         "What was read; a value that is refused is told by their key, too."
         self.rest(reasons)
+        if not self.taken and {*self.left.values()} == {_UNKNOWN}:
+            odd = next(iter(self.left))
+            raise ValueError(
+                f"No key is known, {odd!r} for one: give the section with the library's own."
+            )
         try:
             config = override(GRPOConfig(), ours)
         except ValueError as e:
