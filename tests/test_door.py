@@ -304,22 +304,6 @@ def test_a_file_that_holds_other_tasks_by_now_is_refused_unless_they_are_given(t
         again.fit(1).close()
 
 
-def halves(rewards, group_N):
-    return rewards.sum(1) - 0.5
-
-
-def by_length(rollout):
-    return rollout.lengths_N
-
-
-def surrogate(log_ratio, advantage, scale=2.0):
-    return -scale * log_ratio.exp() * advantage
-
-
-def all_groups(rollout, config):
-    return torch.ones(rollout.num_groups, dtype=torch.bool)
-
-
 def test_an_application_beside_parts_of_one_s_own_is_told(tmp_path, policy):
     with pytest.warns(UserWarning, match="application .an object is passed instead."):
         trainer = GRPO(policy, ROWS, RIGHT, SMALL | {"application": "motion", "run.dir": tmp_path})
@@ -328,8 +312,10 @@ def test_an_application_beside_parts_of_one_s_own_is_told(tmp_path, policy):
 
 
 def test_functions_of_a_run_are_passed_again_or_replaced(tmp_path, policy):
-    keys = {"advantage.mode": halves, "filter_groups.rule": all_groups}
-    keys |= {"update.loss.policy_loss": surrogate}
+    by_length = lambda rollout: rollout.lengths_N
+    keys = {"advantage.mode": lambda rewards, group_N: rewards.sum(1) - 0.5}
+    keys |= {"filter_groups.rule": lambda r, config: torch.ones(r.num_groups, dtype=torch.bool)}
+    keys |= {"update.loss.policy_loss": lambda log_ratio, advantage: -log_ratio.exp() * advantage}
     made = SMALL | keys | {"run.dir": tmp_path / "run", "filter_groups.enable": True}
     made |= {"filter_groups.metric": ["seq_reward", by_length]}
     GRPO(policy, ROWS, RIGHT, made, callbacks=[lambda t, row: None]).fit(1).close()

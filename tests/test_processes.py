@@ -281,18 +281,12 @@ def resumes(folder):
 
     Path(folder).mkdir(exist_ok=True)
     parts = {"policy": Table, "tasks": lambda: TASKS, "eval_tasks": lambda: TASKS[:3]}
-    where = check_resume(begin, 3, folder, rewards=lambda: {"total": total, "low": low}, **parts)
-    again = begin_again(where, parts)
-    return where.name, len(list(Path(folder).iterdir())), again
-
-
-def begin_again(where, parts):
-    "Rows that every process has of a run that goes on."
-    made = {k: make() for k, make in parts.items()}
-    trainer = GRPO.load(where, rewards={"total": total, "low": low}, **made)
-    trainer.open_run()
-    trainer.close()
-    return [row["step"] for row in trainer.history]
+    parts["rewards"] = lambda: {"total": total, "low": low}
+    where = check_resume(begin, 3, folder, **parts)
+    again = GRPO.load(where, **{k: made() for k, made in parts.items()})
+    again.open_run()  # every process has the rows
+    again.close()
+    return where.name, len(list(Path(folder).iterdir())), [r["step"] for r in again.history]
 
 
 def refused(keys, tasks=TASKS):

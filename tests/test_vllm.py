@@ -69,21 +69,15 @@ def replay(name):
     return trouble
 
 
-def pick(name, policy):
-    "The tasks of a recording, and its number of samples for each."
-    asked = recorded(name)["request"]["json"]
-    return [Task(policy.tokenizer.decode(ids)) for ids in asked["prompt"]], asked.get("n", 1)
-
-
 @pytest.mark.parametrize("name", ["completions_two_prompts_n3", "completions_temperature_half"])
 def test_log_probs_of_the_real_server_are_ours(server, name):
     asked = recorded(name)["request"]["json"]
     options = {"temperature": asked["temperature"], "top_k": asked.get("top_k", 0)}
     policy = policy_at(server.url, max_new_tokens=6, **options)
-    tasks, n = pick(name, policy)
+    tasks = [Task(policy.tokenizer.decode(ids)) for ids in asked["prompt"]]
     assert policy.encode_all([t.prompt for t in tasks]) == asked["prompt"]
     server.troubles = [replay(name)]
-    r = policy.sample(tasks, n, seeded(0))
+    r = policy.sample(tasks, asked.get("n", 1), seeded(0))
     answered = recorded(name)["answer"]["choices"]
     for k, choice in enumerate(answered):
         taken = r.mask_NS[k]
