@@ -265,7 +265,7 @@ ROLLOUT="
     actor_rollout_ref.rollout.n=$((2 * (n + 2))) \
     trainer.nnodes=$NODES"
 python3 -m verl.trainer.main_ppo --config-name='gsm8k_multiturn_grpo' "${DATA[@]}" $ROLLOUT \
-    actor_rollout_ref.model.path=${1}/model +trainer.x='a b' $@ \
+    actor_rollout_ref.model.path=${1}/m#2 +trainer.x='a b' $@ \
 """
 
 
@@ -279,7 +279,7 @@ def test_a_script_is_read_as_its_shell_does_and_what_it_does_not_set_is_asked_fo
     assert (c.train_batch_size, c.num_generations, c.policy.max_new_tokens) == (16, 8, 700)
     assert [t["path"] for t in c.tasks.tasksets] == ["~/a.parquet", "b.parquet"]
     assert c.tasks.eval == "./e.parquet"
-    assert left["actor_rollout_ref.model.path"] == "${1}/model is not set there: give policy.model"
+    assert left["actor_rollout_ref.model.path"] == "${1}/m#2 is not set there: give policy.model"
     assert left["trainer.nnodes"].startswith("cluster")
     for text in ("N=`nproc`", "for N in 1 2; do", "N=$((9 / 2))"):
         script.write_text(f"{text}\npython x data.train_batch_size=$N")

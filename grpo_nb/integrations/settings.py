@@ -269,12 +269,13 @@ def _parts(script: str) -> list[str]:
     "The words of a script as its shell splits them; $((2 * n)) is the one word $[2*n]."
     text = re.sub(r"(?m)(?<!\\\n)^[ \t]*#.*", "", script)  # its \ joins no line to it
     text = text.replace("\\\n", "").rstrip("\\ \n").replace("$(pwd)", "$PWD")
+    text = re.sub(r"(?<=\S)#", "\0", text)  # within a word it begins no comment
     total = r"\$\(\((.*?)\)\)(?!\))"
     text = re.sub(total, lambda m: f"$[{m[1].replace(' ', '')}]", text)
     parts = shlex.shlex(text, posix=True, punctuation_chars=";|&\n")
     parts.whitespace, parts.whitespace_split = " \t\r", True
     try:
-        return list(parts)
+        return [part.replace("\0", "#") for part in parts]
     except ValueError as e:
         raise ValueError(f"The script cannot be read as one of a shell: {e}.") from None
 
