@@ -61,7 +61,7 @@ class RewardConfig:
     on_none: FailurePolicy = "skip"  # the same for "does not apply"
     workers: Natural = 0  # processes; 0 = functions run in this process, without a deadline
     timeout_s: Positive = 10.0  # deadline per sample in a worker, seconds
-    chunk_size: Count = 16  # samples handed to a worker at once
+    chunk_size: Count = 16  # samples that a worker gets at once; all for a `whole_batch` function
     memory_mb: Count | None = None  # address space of a worker, MiB; None = unlimited
     keep_env: tuple[str, ...] = ()  # further environment variables that workers see
     start_timeout_s: Positive = 120.0  # how long a worker may take to start, seconds

@@ -250,7 +250,7 @@ def pick(self: RewardSpec, columns: Mapping[str, list]) -> dict[str, list]:
 
 
 def _as_messages(prompt: Any, completion: Any) -> Any:
-    "A completion as TRL gives it: after a prompt of messages a list of one, which goes on with what the prompt leaves open."
+    "A completion as TRL gives it: after a prompt of messages a list of one; it begins with what the prompt leaves open (TRL before 2026)."
     last = prompt[-1] if isinstance(prompt, (list, tuple)) and prompt else None
     if not isinstance(last, Mapping) or not isinstance(completion, str):
         return completion

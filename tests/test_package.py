@@ -5,6 +5,7 @@ import importlib
 import json
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -88,7 +89,8 @@ def test_notebooks_and_their_modules_may_share_a_process(tmp_path):
 
 
 def test_the_package_is_the_command():
-    line = f"{sys.executable} -m grpo_nb.cli config steps=3 | grep -m 1 steps:"  # closes the pipe
+    python = shlex.quote(sys.executable)
+    line = f"{python} -m grpo_nb.cli config steps=3 | grep -m 1 steps:"  # closes the pipe
     p = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert p.stderr == "" and p.stdout.startswith("steps: 3  #")
 

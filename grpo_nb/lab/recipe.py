@@ -94,7 +94,7 @@ _ELSEWHERE = """
     epsilon_high=update.loss.clip.high num_iterations=update.num_epochs ppo_epochs=update.num_epochs
     learning_rate=optimizer.lr lr_scheduler_type=optimizer.schedule warmup_steps=optimizer.warmup max_steps=steps
     total_training_steps=steps num_train_epochs=tasks.epochs total_epochs=tasks.epochs rollout_n=num_generations
-    per_device_train_batch_size=train_batch_size max_completion_length=policy.max_new_tokens
+    per_device_train_batch_size=train_batch_size*num_generations max_completion_length=policy.max_new_tokens
     max_response_length=policy.max_new_tokens adv_estimator=advantage.mode scale_rewards=advantage.mode
     reward_weights=advantage.weights loss_type=update.loss.aggregation loss_agg_mode=update.loss.aggregation
     batch_size=train_batch_size kl=update.loss.kl_coef gradient_accumulation_steps=update.micro_tokens
