@@ -248,7 +248,7 @@ def _no_env(text: str) -> str:
     env = r"\$\{oc\.env:(\w+)(?:,([^${}]*))?\}"
     return re.sub(env, lambda m: f"${m[1]}" if m[2] is None else m[2], text)
 
-
+# %% ../../nbs/integrations/04_settings.ipynb #13e3bdf7
 def _pairs(words: Sequence[str]) -> dict:
     "key=value words; a leading + is Hydra's."
     import yaml
