@@ -19,7 +19,9 @@ from .settings import Reading, _settings_tree
 
 # %% ../../nbs/integrations/06_coming_from.ipynb #1211bd08
 _READERS = {"trl": config_from_trl, "verl": config_from_verl, "trinity": config_from_trinity}
-_VERL = re.compile(r"\+*(data|actor_rollout_ref|algorithm|trainer|critic)\.")
+_VERL = re.compile(
+    r"\+*(data|actor_rollout_ref|algorithm|trainer|critic|(custom_)?reward(_model|_function)?)\."
+)
 _PENALTY = "rewards.functions.soft_overlong"
 _NEEDED = {
     "policy.model": "policy.model=...",
