@@ -353,9 +353,11 @@ def test_what_looks_like_filtering_and_is_not_understood_is_shown():
         "Rejected 12 groups with std 0",
         "5 of 16 prompts survived filtering",
         "filtered_prompts: 4",
+        "valid: 12 < 32. Keep generating (1/10)",
         "step:1 - training/filter_groups/evicted_samples:12 - x:1",  # verl's V1 trainer
     ):
-        s = parse_filter_logs("\n".join([*STEP, line, "max_num_gen_batches: 10"]))[1]
+        noise = ["max_num_gen_batches: 10", "filter_overlong_prompts: 1", "will be removed in v5"]
+        s = parse_filter_logs("\n".join([*STEP, line, *noise]))[1]
         assert s["unread"] == [line] and f"not understood: {line}" in format_summary(s)
     said = "Generated batch 1, 1,024 prompts\nFiltered (std=0): 1,000\nAccumulated: 24 / 1,024\n"
     cut = "Generated batch 1,\n1024 prompts\nFiltered (std=0): 1_000\nAccumulated: 24 /\n 1024\n"

@@ -142,10 +142,14 @@ def test_what_trl_printed_as_json_or_on_cut_lines_is_read(tmp_path):
     )
     frame = read_trl(path)
     assert frame["step"].tolist() == [1, 2, 3]
-    assert frame["rewards/accuracy"].tolist()[1:] == [1.0, 0.5]
+    assert frame["rewards/accuracy/mean"].tolist()[1:] == [1.0, 0.5]
     history = [{"loss": 0.5}, {"eval_loss": 1.0}, {"loss": 0.25}]
     path.write_text(json.dumps({"log_history": history}))
     assert read_trl(path)[["step", "loss"]].values.tolist() == [[1, 0.5], [2, 0.25]]
+    rows = [{"loss": 1, "completion_length": k, "global_step/max_steps": f"{k}/9"} for k in (5, 9)]
+    path.write_text("\n".join(map(json.dumps, [*rows, {"memory": 7, "log_history": history}])))
+    frame = read_trl(path)  # of ms-swift, whose last line has the rows once more
+    assert frame[["step", "completions/mean_length"]].dropna().values.tolist() == [[5, 5], [9, 9]]
 
 
 def test_lines_that_a_console_cut_are_one_row_of_verl(tmp_path):
@@ -158,6 +162,11 @@ def test_lines_that_a_console_cut_are_one_row_of_verl(tmp_path):
     assert last[names].tolist() == [0.7, 0.7, 1, 1.5, 1.25]
     found = read_verl(path)[["reward", "policy_loss", "learning_rate", "a/b"]].values.tolist()
     assert found[0] == [0.5, -0.25, 1e-06, 2.0] and found[1][3] == 3.0
+    path.write_text(
+        ("step:1 - actor/reward_kl_penalty:0.5 - " + "x" * 4096)[:4090] + ":0.375\nEpoch 1"
+    )
+    with pytest.warns(UserWarning, match="left out 1 broken: the end of step:1"):  # by wandb
+        assert read_verl(path).fillna(0).values.tolist() == [[1, 0.5, 0]]
 
 
 def test_a_long_log_takes_linear_time_and_nested_metrics_are_read():

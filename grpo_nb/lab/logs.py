@@ -24,7 +24,8 @@ from .record import Run
 # %% ../../nbs/lab/02_logs.ipynb #52ce24ac
 def _plain_log(text: str) -> str:
     "Printed text with one kind of line break, no colours, and 5 for `np.int64(5)` and `tensor(5, device='cuda:0')`."
-    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\0", "", "\n".join(text.splitlines()))
+    lines = (line + "…" * (len(line) in (4095, 4096)) for line in text.splitlines())
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\0", "", "\n".join(lines))
     return re.sub(
         r"\b(?:np|numpy|torch|tensor)[\w.]{0,20}\(([^(),\n]*)(?:,[^()\n]*)?\)", r"\1", text
     )
@@ -46,7 +47,8 @@ def _import_rows(
             numbers = {k: v for k, v in flat.items() if not isinstance(v, (str, list, dict))}
             told = {}
             for k, v in numbers.items():  # the second of two names for one of ours stays as it is
-                told |= {} if k in step else {k if names.get(k) in told else names.get(k, k): v}
+                ours = k if names.get(k) in {*told, *numbers} else names.get(k, k)
+                told |= {} if k in step else {ours: v}
             steps.setdefault(int(at), {"step": int(at)}).update(told)
     return [steps[k] for k in sorted(steps)]
 
@@ -60,6 +62,11 @@ def _number_of(text: Any) -> float:
 
 # %% ../../nbs/lab/02_logs.ipynb #4d10bd1d
 _TRL_TOTALS = re.compile(r"train_(runtime|loss|samples_per_second|steps_per_second)|total_flos")
+_TRL_NAMES = {  # until TRL 0.16; of ms-swift
+    "completion_length": "completions/mean_length",
+    "clip_ratio": "clip_ratio/region_mean",
+    "entropy/mean": "entropy",
+}
 
 # %% ../../nbs/lab/02_logs.ipynb #a12ece30
 def _trainer_states(path: Path) -> list[Path]:
@@ -74,6 +81,7 @@ def _printed_by_trl(text: str) -> list[dict]:
     rows = []
     for found in re.findall(r"\{ ?['\"][^{}]*\}", text):
         found = re.sub(r"(?<=: )-?(?:nan|inf|NaN|Infinity|null)\b", r"'\g<0>'", found)
+        found = re.sub(r"global_step/max_steps(.): .(\d+)/\d+.", r"step\1: \2", found)
         try:
             told = ast.literal_eval(found.replace("\n", ""))
             row = {k: _number_of(v) for k, v in told.items()}
@@ -105,10 +113,12 @@ def read_trl(
         path = states[-1]
     try:
         text = _read_log(path)
-        history = [] if '"log_history"' in text else _printed_by_trl(text)
-        history = history or json.loads(text)["log_history"]
-        rows = [{k: v for k, v in r.items() if not _TRL_TOTALS.fullmatch(k)} for r in history]
-        rows = _import_rows([r for r in _numbered(rows) if r.keys() - {"step", "epoch"}], {})
+        printed = [] if '"log_history"' in text.partition("}")[0] else _printed_by_trl(text)
+        history = printed or json.loads(text)["log_history"]
+        mean = lambda k: re.sub("^rewards/[^/]+$", r"\g<0>/mean", k)  # as TRL names it today
+        rows = [{mean(k): v for k, v in r.items() if not _TRL_TOTALS.fullmatch(k)} for r in history]
+        rows = [r for r in _numbered(rows) if r.keys() - {"step", "epoch"}]
+        rows = _import_rows(rows, _TRL_NAMES)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{path.name} is not a trainer state with a 'log_history': {e!r}.") from e
     return _rows_to_frame(rows, run=path.parent.name)
@@ -130,6 +140,7 @@ _VERL_NAMES = {
     "actor/pg_clipfrac_lower": "clip_ratio/dual_mean",
     "actor/ppo_kl": "upd/kl_old",
     "actor/kl_loss": "kl",
+    "actor/reward_kl_penalty": "kl",
     "actor/grad_norm": "grad_norm",
     "actor/lr": "learning_rate",
     "timing_s/step": "step_time",
@@ -168,9 +179,10 @@ def read_verl(
 ):  # DataFrame; attrs: broken_lines
     "The log of a verl run; its validation score is `eval_reward`, if it has one; amounts per step are added up to our counters."
     path, broken = _path(path), []
-    rows = _printed_by_verl(_read_log(path))
+    rows = _printed_by_verl(text := _read_log(path))
     if not rows:
         rows, broken = read_jsonl(path)
+    broken += [f"the end of {x}" for x in re.findall(r"\b(step:\d+) - .*…(?=\n|\Z)", text)]
     if broken:
         said = f"{path.name}: left out {len(broken)} broken: {'; '.join(broken[:3])}"
         warnings.warn(said, stacklevel=2)
@@ -244,8 +256,8 @@ _PATTERNS = {fact: re.compile(text) for fact, text in _PATTERNS.items()}
 _HINT = re.compile(  # a line that should have been understood
     r"(?i)generated batch|\b(?:filtered|kept|accumulated|dropped|discarded)\b[^.]{0,80}\d|num_prompt_in_batch|"
     r"\bfiltering \d|zero[- ](?:variance|std)|\d[^.:]{0,80}\b(?:groups?|prompts?)\b[^.:]{0,80}\b(?:filtered|removed|dropped|skipped|discarded)|"
-    r"dynamic[ _](?:sampl|filter)\w*\b.*\d|std ?={1,2} ?0|filter(?:ed)?_\w+['\"]?[ :=]+\d|\b(?:rejected|removed|survived)\b[^.]{0,80}\d|"
-    r"\d[^.:]{0,40}\b(?:rejected|removed|survived)|(?<!max_)num_gen_batches|enough data|filter_groups/\w+['\"]?[:=] ?\d|\b(?:skipp|dropp|remov|discard|filter)(?:ing|ed) (?:group|prompt)"
+    r"dynamic[ _](?:sampl|filter)\w*\b.*\d|std ?={1,2} ?0|filter(?:ed)?_(?!overlong)\w+['\"]?[ :=]+\d|\b(?:rejected|(?<!be )removed|survived)\b[^.]{0,80}\d|"
+    r"\d[^.:]{0,40}\b(?:rejected|(?<!be )removed|survived)|(?<!max_)num_gen_batches|enough data|(?:keep|continue) generating|filter_groups/\w+['\"]?[:=] ?\d|\b(?:skipp|dropp|remov|discard|filter)(?:ing|ed) (?:group|prompt)"
 )
 _hinted = lru_cache(4)(_HINT.search)
 
