@@ -138,10 +138,11 @@ def test_what_trl_printed_as_json_or_on_cut_lines_is_read(tmp_path):
     path, row = tmp_path / "trl.log", {"loss": 0.5, "kl": float("nan")}
     path.write_text(
         f"{json.dumps(row)}\n{{'loss': 0.25,\n'rewards/accu\nracy': 1.0}}\n"
+        "{'eval_runtime': 9.0, 'reward': 7.0}\n"  # Unsloth leaves out an eval_
         "{'train_loss': 0.4, 'rewards/accuracy': 0.5}\n"  # steps after the last that was logged
     )
     frame = read_trl(path)
-    assert frame["step"].tolist() == [1, 2, 3]
+    assert frame["step"].tolist() == [1, 2, 3] and frame["eval_reward"][1] == 7.0
     assert frame["rewards/accuracy/mean"].tolist()[1:] == [1.0, 0.5]
     history = [{"loss": 0.5}, {"eval_loss": 1.0}, {"loss": 0.25}]
     path.write_text(json.dumps({"log_history": history}))
@@ -150,6 +151,8 @@ def test_what_trl_printed_as_json_or_on_cut_lines_is_read(tmp_path):
     path.write_text("\n".join(map(json.dumps, [*rows, {"memory": 7, "log_history": history}])))
     frame = read_trl(path)  # of ms-swift, whose last line has the rows once more
     assert frame[["step", "completions/mean_length"]].dropna().values.tolist() == [[5, 5], [9, 9]]
+    path.write_text(("{'loss': 0.5, " + "'x': 1, " * 999)[:4096] + "\n{'loss': 0.25}")  # by wandb
+    assert read_trl(path)["loss"].tolist() == [0.5, 0.25]
 
 
 def test_lines_that_a_console_cut_are_one_row_of_verl(tmp_path):

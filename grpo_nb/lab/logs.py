@@ -68,6 +68,13 @@ _TRL_NAMES = {  # until TRL 0.16; of ms-swift
     "entropy/mean": "entropy",
 }
 
+
+def _trl_name(name: str, row: Mapping) -> str:
+    "A name as TRL writes it today, also where a row of an evaluation leaves out `eval_`, as Unsloth's do."
+    name = re.sub("^rewards/[^/]+$", r"\g<0>/mean", name)
+    bare = "eval_runtime" in row and not re.match("eval_|(step|epoch)$", name)
+    return f"eval_{name}" if bare else name
+
 # %% ../../nbs/lab/02_logs.ipynb #a12ece30
 def _trainer_states(path: Path) -> list[Path]:
     "Each trainer_state.json of a folder, the newest last."
@@ -79,7 +86,8 @@ def _trainer_states(path: Path) -> list[Path]:
 def _printed_by_trl(text: str) -> list[dict]:
     "Rows that a Hugging Face Trainer printed, also as JSON, or on lines that a console has cut."
     rows = []
-    for found in re.findall(r"\{ ?['\"][^{}]*\}", text):
+    for found in re.findall(r"\{ ?['\"][^{}]*?(?:\}|…(?=\n|\Z))", text):
+        found = re.sub(r",[^,]*…$", "}", found)
         found = re.sub(r"(?<=: )-?(?:nan|inf|NaN|Infinity|null)\b", r"'\g<0>'", found)
         found = re.sub(r"global_step/max_steps(.): .(\d+)/\d+.", r"step\1: \2", found)
         try:
@@ -115,8 +123,8 @@ def read_trl(
         text = _read_log(path)
         printed = [] if '"log_history"' in text.partition("}")[0] else _printed_by_trl(text)
         history = printed or json.loads(text)["log_history"]
-        mean = lambda k: re.sub("^rewards/[^/]+$", r"\g<0>/mean", k)  # as TRL names it today
-        rows = [{mean(k): v for k, v in r.items() if not _TRL_TOTALS.fullmatch(k)} for r in history]
+        rows = [{k: v for k, v in r.items() if not _TRL_TOTALS.fullmatch(k)} for r in history]
+        rows = [{_trl_name(k, r): v for k, v in r.items()} for r in rows]
         rows = [r for r in _numbered(rows) if r.keys() - {"step", "epoch"}]
         rows = _import_rows(rows, _TRL_NAMES)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
