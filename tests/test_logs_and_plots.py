@@ -141,7 +141,8 @@ def test_what_trl_printed_as_json_or_on_cut_lines_is_read(tmp_path):
         "{'eval_runtime': 9.0, 'reward': 7.0}\n"  # Unsloth leaves out an eval_
         "{'train_loss': 0.4, 'rewards/accuracy': 0.5}\n"  # steps after the last that was logged
     )
-    frame = read_trl(path)
+    with pytest.warns(UserWarning, match="trl.log tells no steps"):
+        frame = read_trl(path)
     assert frame["step"].tolist() == [1, 2, 3] and frame["eval_reward"][1] == 7.0
     assert frame["rewards/accuracy/mean"].tolist()[1:] == [1.0, 0.5]
     history = [{"loss": 0.5}, {"eval_loss": 1.0}, {"loss": 0.25}]

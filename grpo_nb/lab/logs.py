@@ -123,6 +123,9 @@ def read_trl(
         text = _read_log(path)
         printed = [] if '"log_history"' in text.partition("}")[0] else _printed_by_trl(text)
         history = printed or json.loads(text)["log_history"]
+        if not all("step" in r for r in history):
+            said = "tells no steps: its rows are counted, and one may be of several (logging_steps)"
+            warnings.warn(f"{path.name} {said}.", stacklevel=2)
         rows = [{k: v for k, v in r.items() if not _TRL_TOTALS.fullmatch(k)} for r in history]
         rows = [{_trl_name(k, r): v for k, v in r.items()} for r in rows]
         rows = [r for r in _numbered(rows) if r.keys() - {"step", "epoch"}]
