@@ -95,10 +95,13 @@ def _numeric(values) -> bool:
 
 # %% ../../nbs/lab/03_what_if.ipynb #7ce0aaf4
 def _find_groups(frame):  # one number per sample
-    "Groups from neighbours with equal prompts."
+    "Groups from neighbours with equal prompts, or of all of a step where they are no neighbours."
     key = frame["step"].astype(str) + "/" + frame["prompt"].map(str)
     run = key.ne(key.shift()).cumsum()
     lengths = run.value_counts(sort=False)
+    if (size := lengths.mode().iloc[0]) == 1 or (lengths % size).any():  # mixed by balance_batch
+        run = run.groupby(key).transform("first")
+        lengths = run.value_counts(sort=False)
     group_size = lengths.mode().iloc[0]
     cut = run.map(lengths) % group_size == 0
     part = (run.groupby(run).cumcount() // group_size).where(cut, 0)
