@@ -152,6 +152,7 @@ _VERL_NAMES = {
     "actor/ppo_kl": "upd/kl_old",
     "actor/kl_loss": "kl",
     "actor/reward_kl_penalty": "kl",
+    "critic/kl": "kl",  # its name until 2025
     "actor/grad_norm": "grad_norm",
     "actor/lr": "learning_rate",
     "timing_s/step": "step_time",
