@@ -66,6 +66,7 @@ trl: ## our components inside the real TRL, in one process and in two (its own e
 	ACCELERATE_USE_CPU=true .venv-trl/bin/python -m torch.distributed.run --nproc-per-node 2 tests/peers/inside_trl.py
 	.venv-trl/bin/python tests/peers/inside_trl.py tests/recorded/trl_runs.json
 
+wheel: PYTHONPATH =
 wheel: $(STAMP) ## build the wheel in dist/, and try it: a fresh environment, an empty folder, a short demo
 	rm -rf build dist
 	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .
@@ -74,7 +75,7 @@ wheel: $(STAMP) ## build the wheel in dist/, and try it: a fresh environment, an
 	dist/venv/bin/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25'
 	dist/venv/bin/python -m pip install -q `grep '^torch==' constraints.txt`
 	dist/venv/bin/python -m pip install -q dist/*.whl
-	cd dist/empty && env -u PYTHONPATH ../venv/bin/grpo-nb demo 'compare.budget={samples: 512}'
+	cd dist/empty && ../venv/bin/grpo-nb demo 'compare.budget={samples: 512}'
 
 browser: docs ## a reader's walk in a real browser (chromium, as from apt): the docs site, then JupyterLab; pictures in dist/shots
 	$(PYTHON) -m venv .venv-browser
