@@ -129,15 +129,6 @@ def versions() -> dict[str, str]:
     own = _installed("grpo_nb", "torch", "transformers", "numpy")
     return {"python": platform.python_version()} | own
 
-
-def checkpoints(root: str | Path) -> list[Path]:
-    "Checkpoints in a folder by the order of saving, the newest first; of their files only the manifest is verified."
-    order = {}
-    for path in _path(root).glob("step_*"):
-        with contextlib.suppress(CheckpointError):
-            order[path] = _manifest(path)["order"]
-    return sorted(order, key=lambda p: (order[p], p.name), reverse=True)
-
 # %% ../../nbs/lab/01_checkpoint.ipynb #7549a4c4
 def _warn_of_versions(folder: Path) -> None:
     "Say where a checkpoint was written with other versions than those of now."
@@ -145,6 +136,15 @@ def _warn_of_versions(folder: Path) -> None:
     if odd := [f"{k} {v} -> {now.get(k)}" for k, v in told.items() if now.get(k) != v]:
         said = f"{folder.name} was written with other versions ({', '.join(odd)}): it continues, but perhaps not bit for bit."
         warnings.warn(said, stacklevel=5)
+
+# %% ../../nbs/lab/01_checkpoint.ipynb #10c7ae30
+def checkpoints(root: str | Path) -> list[Path]:
+    "Checkpoints in a folder by the order of saving, the newest first; of their files only the manifest is verified."
+    order = {}
+    for path in _path(root).glob("step_*"):
+        with contextlib.suppress(CheckpointError):
+            order[path] = _manifest(path)["order"]
+    return sorted(order, key=lambda p: (order[p], p.name), reverse=True)
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #9b53e9e9
 def latest(root: str | Path) -> Path | None:
