@@ -154,6 +154,19 @@ def test_what_trl_printed_as_json_or_on_cut_lines_is_read(tmp_path):
     assert frame[["step", "completions/mean_length"]].dropna().values.tolist() == [[5, 5], [9, 9]]
     path.write_text(("{'loss': 0.5, " + "'x': 1, " * 999)[:4096] + "\n{'loss': 0.25}")  # by wandb
     assert read_trl(path)["loss"].tolist() == [0.5, 0.25]
+    cells = "Step", "Training Loss", "reward", "rewards / accuracy"  # as Jupyter shows them
+    tables = [
+        [cells[:2], (1, 9), (3, 9)],
+        [cells, (1, "0.5", "No Log", "-1"), (2, 0.25, 1, "1e-3")],
+    ]
+    html = ["".join(f"<tr>{''.join(f'<td>{c}</td>' for c in r)}</tr>" for r in t) for t in tables]
+    outputs = [{"data": {"text/html": [h]}} for h in html]
+    outputs.append({"text": ["step:1 - actor/lr:0.5 - actor/kl_loss:0.25\n"]})
+    path = tmp_path / "trl.ipynb"
+    path.write_text(json.dumps({"cells": [{"source": []}, {"outputs": outputs}]}))
+    told = read_trl(path).set_index("step")[["loss", "reward", "rewards/accuracy/mean"]].T
+    assert told.fillna("").to_dict("list") == {1: [0.5, "", -1.0], 2: [0.25, 1.0, 0.001]}
+    assert read_verl(path)[["learning_rate", "kl"]].values.tolist() == [[0.5, 0.25]]
 
 
 def test_lines_that_a_console_cut_are_one_row_of_verl(tmp_path):

@@ -32,7 +32,25 @@ def _plain_log(text: str) -> str:
 
 
 def _read_log(path: str | Path) -> str:
-    return _plain_log(_as_utf8(path).decode(errors="replace"))
+    text = _as_utf8(path).decode(errors="replace")
+    return _plain_log(_notebook_outputs(text) if Path(path).suffix == ".ipynb" else text)
+
+# %% ../../nbs/lab/02_logs.ipynb #2a70249f
+_COLUMNS = {"Step": "step", "Training Loss": "loss", "Validation Loss": "eval_loss"}
+
+
+def _notebook_outputs(text: str) -> str:
+    "What the cells of a notebook have printed, and the rows of a Hugging Face Trainer's table as it prints them elsewhere."
+    printed, tables = [], []
+    for out in (o for cell in json.loads(text).get("cells", ()) for o in cell.get("outputs", ())):
+        printed.append("".join(out.get("text", "")))
+        rows = "".join(out.get("data", {}).get("text/html", "")).split("<tr")[1:]
+        names, *rows = [re.findall(r"<t[hd]>([^<]*)", row) for row in rows] or [[]]
+        names = [_COLUMNS.get(name, name.replace(" / ", "/")) for name in names]
+        tables += [(names, rows)] if names[:1] == ["step"] else []
+    paid = [t for t in tables if "reward" in t[0]] or tables  # before it one may be of fine-tuning
+    rows = [dict(zip(names, map(_number_of, row))) for names, rows in paid for row in rows]
+    return "\n".join([*printed, *map(str, rows)])
 
 # %% ../../nbs/lab/02_logs.ipynb #27963f79
 def _import_rows(
@@ -110,7 +128,7 @@ def _numbered(rows: Iterable[Mapping]) -> Iterator[dict]:
 # %% ../../nbs/lab/02_logs.ipynb #406b01aa
 def read_trl(
     path: str
-    | Path,  # trainer_state.json, a folder with it or its checkpoints, or what was printed
+    | Path,  # trainer_state.json, a folder with it or its checkpoints, a notebook, or what was printed
 ):  # DataFrame
     "The log of a TRL or Hugging Face Trainer run."
     path = _path(path)
