@@ -10,7 +10,7 @@ from grpo_nb.integrations.coming_from import read_settings
 from grpo_nb.integrations.from_trinity import config_from_trinity
 from grpo_nb.integrations.from_trl import config_from_trl
 from grpo_nb.integrations.from_verl import config_from_verl
-from grpo_nb.lab.recipe import open_stream
+from grpo_nb.lab.recipe import load_config, open_stream
 from grpo_nb.losses import Clip
 from grpo_nb.trainer import GRPO
 
@@ -295,6 +295,37 @@ def test_a_script_is_read_as_its_shell_does_and_what_it_does_not_set_is_asked_fo
 
 
 _MODE = "policy_loss.loss_mode"
+
+
+def test_a_program_and_a_notebook_of_trl_are_read_and_not_run(tmp_path):
+    "Names that are set twice, and what is computed, are asked for."
+    script, book = tmp_path / "train.py", tmp_path / "train.ipynb"
+    script.write_text(
+        "raise SystemExit\nmore = {}\nn, lr = 2, 1\nlr = 2\nk = 3 * 4\nK = k\nx = x\n"
+        "def f():\n    return GRPOConfig('out', num_generations=K, beta=.5, learning_rate=lr, **more)"
+    )
+    cells = [
+        "%%capture\n!pip install trl",
+        "if True:\n    !ls\nc = trl.GRPOConfig(num_generations=8)",
+    ]
+    cells = [{"cell_type": "code", "source": [c]} for c in [*cells, "this is no Python"]]
+    book.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": "#"}, *cells]}))
+    parts = ["policy.model=data:tiny-llama", "tasks.train=data:tasks/easy_dev.jsonl"]
+    parts += ["rewards.functions.exact_answer={}", "per_device_train_batch_size=24"]
+    with pytest.raises(ValueError, match=r"learning_rate is \$\(lr\), which is not set there"):
+        read_settings("trl", script, parts)
+    reading = read_settings("trl", script, [*parts, "learning_rate=1e-5"])
+    c = reading.config
+    assert (c.num_generations, c.train_batch_size, c.optimizer.lr) == (12, 2, 1e-5)
+    assert "**more" in reading.left
+    with pytest.raises(ValueError, match="learning_rat: not a key .* did you mean 'learning_rate'"):
+        read_settings("trl", book, [*parts[:3], "learning_rat=1"])
+    assert read_settings("trl", book, parts[:3]).config.num_generations == 8
+    book.write_text(json.dumps({"cells": cells[1:2] * 2}))
+    with pytest.raises(ValueError, match="2 calls of GRPOConfig, and one is read"):
+        read_settings("trl", book, parts)
+    with pytest.raises(ValueError, match="train.py is a program: grpo-nb train --from trl"):
+        load_config(script)
 
 
 def test_a_misspelt_key_is_told_with_the_one_that_was_meant():

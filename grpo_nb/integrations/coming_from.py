@@ -11,11 +11,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..config import one_of, override
+from ..config import config_tree, one_of, override
 from .from_trinity import config_from_trinity
 from .from_trl import config_from_trl
 from .from_verl import config_from_verl
-from .settings import Reading, _settings_tree
+from .settings import Reading, _OPEN, _pairs, _settings_tree, _UNKNOWN
+from ..lab.frames import flat_keys
+from ..lab.recipe import GRPOConfig
 
 # %% ../../nbs/integrations/06_coming_from.ipynb #1211bd08
 _READERS = {"trl": config_from_trl, "verl": config_from_verl, "trinity": config_from_trinity}
@@ -32,15 +34,22 @@ _NEEDED = {
 
 def read_settings(
     library: str,  # "trl", "verl" or "trinity"
-    path: str | Path,  # YAML file, or verl's shell script
-    overrides: Sequence[str] = (),  # "key=value" of ours, or of verl's
+    path: str | Path,  # YAML file, verl's shell script, or TRL's program or notebook
+    overrides: Sequence[str] = (),  # "key=value" of ours, or of theirs
     processes: int = 1,  # of a TRL run
 ) -> Reading:
     "A reading that can be trained: ValueError if it names no model, tasks or rewards."
     options = {"processes": processes} if library == "trl" else {}
     reader = _READERS[one_of("library", library, _READERS)]
-    theirs = [o for o in overrides if _VERL.match(o)]
-    found = reader(_settings_tree(path, theirs), **options)
+    tree, own = _settings_tree(path), flat_keys(config_tree(GRPOConfig()))
+    asked = {k for k, v in tree.items() if k not in own or _OPEN.search(str(v))}
+    key = lambda o: o.partition("=")[0]
+    bare = lambda k: library == "trl" and "." not in k and k not in own
+    theirs = [o for o in overrides if _VERL.match(o) or key(o) in asked or bare(key(o))]
+    found = reader(tree | _pairs(theirs), **options)
+    for k in _pairs(theirs):
+        if found.left.get(k, "").startswith(_UNKNOWN[:20]):
+            raise ValueError(f"{k}: {found.left[k]}.")
     ours = [o for o in overrides if o not in theirs]
     known = {*found.taken.values(), *(o.partition("=")[0] for o in ours)}
     known |= {"tasks.train"} if "tasks.tasksets" in known else set()

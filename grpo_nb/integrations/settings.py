@@ -6,13 +6,17 @@
 __all__ = ['SCHEDULES', 'Reading', 'Settings', 'only']
 
 # %% ../../nbs/integrations/04_settings.ipynb #346da484
+import ast
+import contextlib
 import dataclasses
 import difflib
+import json
 import math
 import re
 import shlex
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -229,11 +233,15 @@ def _settings_tree(settings: Any, overrides: Sequence[str] = ()) -> dict:
     if isinstance(settings, (str, Path)):
         path = Path(settings)
         if not path.is_file():
-            raise ValueError(f"No settings at {str(settings)!r}: give a YAML file or shell script.")
+            said = f"No settings at {str(settings)!r}: give a YAML file, a script or a notebook."
+            raise ValueError(said)
         text = path.read_text(errors="replace")
-        settings = (
-            _command_line(text) if path.suffix == ".sh" else _read_recipe(path, text=_no_env(text))
-        )
+        if path.suffix in (".py", ".ipynb"):
+            settings = _grpo_config(_statements(path, text))
+        elif path.suffix == ".sh":
+            settings = _command_line(text)
+        else:
+            settings = _read_recipe(path, text=_no_env(text))
     if isinstance(settings, Sequence):
         settings = _pairs(settings)
     if not isinstance(settings, Mapping):
@@ -323,3 +331,46 @@ def _filled(word: str, known: Mapping[str, str]) -> str:
 
     word = re.sub(r"\$\{(\w+)(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\}|\$(\w+)", value, word)
     return re.sub(r"\$\[([^/\]]*)\]", total, word)  # a quotient is cut there
+
+# %% ../../nbs/integrations/04_settings.ipynb #65213a12
+def _statements(path: Path, text: str) -> Iterator[ast.stmt]:
+    "The statements of a script, or of the cells of a notebook, without commands to Jupyter."
+    cells = [text]
+    if path.suffix == ".ipynb":
+        cells = [
+            "".join(c["source"]) for c in json.loads(text)["cells"] if c["cell_type"] == "code"
+        ]
+    for cell in cells:
+        with contextlib.suppress(SyntaxError):
+            yield from ast.parse(re.sub(r"(?m)^( *)[%!].*", r"\1pass", cell)).body
+
+
+def _grpo_config(statements: Iterable[ast.stmt]) -> dict[str, Any]:
+    "The keywords of the one call of GRPOConfig in a Python program."
+    nodes = [n for statement in statements for n in ast.walk(statement)]
+    kind = lambda t: [n for n in nodes if isinstance(n, t)]
+    times = Counter(n.id for n in kind(ast.Name) if isinstance(n.ctx, ast.Store))
+    known: dict[str, Any] = {}
+    for n in kind(ast.Assign):
+        names = [t.id for t in n.targets if isinstance(t, ast.Name) and times[t.id] == 1]
+        known |= dict.fromkeys(names, _written_value(n.value, known))
+    calls = [n for n in kind(ast.Call) if ast.unparse(n.func).endswith("GRPOConfig") and n.keywords]
+    if len(calls) != 1:
+        said = f"The program has {len(calls)} calls of GRPOConfig, and one is read"
+        raise ValueError(f"{said}: give its settings as YAML, or to config_from_trl in Python.")
+    pairs = ((k.arg or f"**{ast.unparse(k.value)}", k.value) for k in calls[0].keywords)
+    return {k: _written_value(v, known) for k, v in pairs}
+
+
+def _written_value(node: ast.expr, known: Mapping[str, Any]) -> Any:
+    "A constant, the value of a name, or a sum of them; $(...) for what only a run would tell."
+    with contextlib.suppress(ValueError, TypeError):
+        return ast.literal_eval(node)
+    text = ast.unparse(node)
+    if text in known:
+        return known[text]
+    try:
+        total = _arithmetic(re.sub(r"[A-Za-z_]\w*", lambda m: str(known.get(m[0], m[0])), text))
+    except ValueError:
+        return f"$({text})"
+    return int(total) if total.denominator == 1 else float(total)

@@ -127,6 +127,10 @@ def load_config(
     "Configuration from a recipe and overrides."
     if isinstance(overrides, Mapping):
         return override(load_config(recipe), overrides)
+    if Path(recipe or "").suffix in (".py", ".ipynb", ".sh"):
+        raise ValueError(
+            f"{recipe} is a program: grpo-nb train --from trl (or verl) reads its settings."
+        )
     tree = _read_recipe(recipe, overrides)
     tree.pop("compare", None)  # the block of `grpo-nb compare`
     if "buffer" in tree:
