@@ -43,8 +43,7 @@ def _with_open_tag(completion: Any, columns: Mapping) -> str:
 # %% ../nbs/method/02_verifiers.ipynb #5ca0d391
 def _between_tags(text: str, tag: str) -> str | None:
     "What stands in the last <tag>...</tag>, stripped; None if the last <tag> is not closed."
-    start = text.rfind(f"<{tag}>")
-    end = text.rfind(f"</{tag}>")
+    start, end = text.rfind(f"<{tag}>"), text.rfind(f"</{tag}>")
     return text[start + len(tag) + 2 : end].strip() if 0 <= start < end else None
 
 
@@ -104,23 +103,25 @@ _UNITS = """$ dollar dollars USD US$; € euro euros EUR; £ GBP; ¥ yen JPY; �
 % percent; ° degree degrees; °C; °F; mm millimeters; cm centimeters; km kilometer kilometers kilometre kilometres
 meter meters metre metres m; inch inches; ft foot feet; yd yard yards; mi mile miles; mg; kg kilogram kilograms; gram grams g
 lb lbs pound pounds; oz ounce ounces; ml; liter liters litre litres L; ms; sec second seconds s; min mins minute minutes
-hr hour hours h; unit units; day days; week weeks; month months; year years; km/h kmh; m/s; mph"""
+hr hour hours h; unit units; dozen dozens; day days; week weeks; month months; year years; km/h kmh; m/s; mph"""
 _UNIT = {name: unit.split()[0] for unit in re.split("[;\n]", _UNITS) for name in unit.split()}
-_TIMES = dict(dozen=12, hundred=100, thousand=10**3, million=10**6, billion=10**9, trillion=10**12)
-_COUNTED = r"(?!ones$|tens$|halves$|thirds$|quarters$|\w*times$|always$|perhaps$|\w*ths$)[a-z]{2,}[a-rtv-z]s|people|children|men|women"  # apples
+_TIMES = dict(hundred=100, thousand=10**3, million=10**6, billion=10**9, trillion=10**12)
+_DOUBT = r"not|cannot|never|might|may|could|maybe|perhaps|than|least|most|except|wrong|incorrect|false|if|when|where|since|because|unless|suppose|assume|let"
+_CHANGE = rf"{_DOUBT}|or|and|plus|minus|\w*times|always|over|divided|squared?|cubed?|power|root|sqrt|log|ln|sin|cos|tan|pi|mod\w*|base|raised|multiplied|choose|factorial|no|is|are|was|about|think|\w*ths|ones?|two|three|(?:thir|four|fif|six|seven|eigh|nin|ten|elev|twe|hundred|thousand|[mb]illion|quarter|hal[fv])\w*"
+_COUNTED = rf"(?!(?:.* )?(?:{_CHANGE})(?: |$))(?:[a-z]{{2,}}[a-rtv-z]s|people|children|men|women|(?:%|of|in|to|[A-Za-z][a-z'’-]{{2,}})(?: (?:a|[A-Za-z][a-z'’-]+))+)"  # apples, liters of water
 _NUMBER = re.compile(
     r"(?P<sign>[-+]?) ?(?:(?P<money>[$€£¥₹]|US\$|USD|EUR|GBP|JPY|INR|Rs\.?) ?)?(?P<minus>[-+]?)(?:"
     r"(?P<digits>[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?: [0-9]{3}){2,}|[0-9]*)(?P<decimals>\.[0-9]+)?"
     r"(?P<power>[eE][-+]?[0-9]{1,3})?"
     r"|(?:(?P<whole>[0-9]+) )?(?P<above>[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+) ?/ ?(?P<below>[0-9]+))"
-    r" ?(?P<unit>(?!(?<! )[A-Za-z](?![A-Za-z/°]))[A-Za-z€£¥₹$%°/]*)(?P<exponent>[²³]|\^\{?[23]\}?|)\.?"
+    r" ?(?P<unit>(?!(?<! )[A-Za-z](?![A-Za-z/°]))[A-Za-z€£¥₹$%°/]*)(?P<exponent>[²³]|\^\{?[23]\}?|)(?P<words>(?: [A-Za-z'’-]+)*)\.?"
 )
 
 # %% ../nbs/method/02_verifiers.ipynb #aef85dda
 def _with_powers(text: str) -> str:
     "cm^2 for square cm and cm squared, cm^3 for cubic cm."
-    text = re.sub(r"\b(?:square|sq\.?) ([A-Za-z]+\.?(?: ?\})?)|\b squared\b", r"\1^2", text)
-    return re.sub(r"\bcubic ([A-Za-z]+\.?(?: ?\})?)|\b cubed\b", r"\1^3", text)
+    text = re.sub(r"\b(?:square|sq\.?) ([A-Za-z]+(?:\.? ?\})?)|\b squared\b", r"\1^2", text)
+    return re.sub(r"\bcubic ([A-Za-z]+(?:\.? ?\})?)|\b cubed\b", r"\1^3", text)
 
 
 def _quantity(text: str) -> tuple[Fraction, str] | None:
@@ -134,12 +135,14 @@ def _quantity(text: str) -> tuple[Fraction, str] | None:
     match = _NUMBER.fullmatch(scaled[1] + scaled[3] if scaled else text)
     if match is None or match["sign"] and match["minus"]:
         return None
-    units = [_UNIT.get(match[k], match[k]) for k in ("money", "unit")]
-    value = None if match["exponent"] and not match["unit"] else _plain_value(match)
-    known = units[1] in ("", *_UNIT.values()) or not command and re.fullmatch(_COUNTED, units[1])
-    if value is None or all(units) or not known:
+    units, words = [_UNIT.get(match[k], match[k]) for k in ("money", "unit")], match["words"]
+    power = unicodedata.normalize("NFKC", match["exponent"]).strip("^{}")
+    value = None if power and not match["unit"] else _plain_value(match)
+    known = not words and units[1] in ("", *_UNIT.values())
+    known = known or not command and re.fullmatch(_COUNTED, match["unit"] + words)
+    if value is None or not known or all(units) and not words:
         return None
-    unit = (units[0] or units[1]) + match["exponent"].strip("^{}").translate({178: "2", 179: "3"})
+    unit = (units[0] or units[1] + words) + power
     value *= _TIMES[scaled[2]] if scaled else 1
     return (-value if "-" in (match["sign"], match["minus"]) else value), unit
 
@@ -321,7 +324,7 @@ def exact_answer(
     return _comparing("exact_answer", column, _AnswerFinder(extract, tag, marker), same)
 
 # %% ../nbs/method/02_verifiers.ipynb #94a302bd
-_DENIED = r"(?i)(?:\b(?:not|cannot|never|might|may|could|maybe|perhaps|than|least|most|except|wrong|incorrect|false|if|when|where|since|because|unless|suppose|assume|let)\b(?: answer)?|n['’]t\b):?(?:[^.,;:!?]|[.,]\d)*\.?$"  # in the last clause: a bound or a denial is no answer
+_DENIED = rf"(?i)(?:\b(?:{_DOUBT})\b(?: answer)?|n['’]t\b):?(?:[^.,;:!?]|[.,]\d)*\.?$"  # in the last clause: a bound or a denial is no answer
 _ANNOUNCED = re.compile(  # before the answer of a sentence
     r"(?i)\b(?:is|are|was|be|answer|result|total|gets?|gives?|giving|makes?|takes?|took|has|have|leaves?|costs?|earns?|spends?|pays?|needs?|therefore,?|thus,?|hence,?|so"
     r"|equals?|exactly|only|(?:equal|comes|adds up|amounts|evaluates|simplifies) to|left with|total of)$|[:#]$|(?<!\d)[.!]$"
@@ -467,14 +470,12 @@ def _same_math(gold: Any, guess: Any, limit: int) -> bool:
     from sympy.logic.boolalg import BooleanAtom
 
     sets = len({isinstance(x, FiniteSet) for x in (gold, guess)})  # 1 or {1}, (1,2) or 1,2
-    if sets == 2 or gold.has(Eq) != guess.has(Eq) or isinstance(gold, BooleanAtom):
-        return False
-    if gold.has(zoo, nan) or guess.has(zoo, nan):  # 1/0
+    odd = gold.has(zoo, nan) or guess.has(zoo, nan)  # 1/0
+    if odd or sets == 2 or gold.has(Eq) != guess.has(Eq) or isinstance(gold, BooleanAtom):
         return False
     if not (isinstance(gold, Expr) and isinstance(guess, Expr)):
         options = dict(numeric_precision=100, timeout_seconds=limit, raise_on_error=True)
-        options |= dict(allow_set_relation_comp=True)  # 1<x<2 and (1,2)
-        return verify(gold, guess, **options)
+        return verify(gold, guess, allow_set_relation_comp=True, **options)  # 1<x<2 and (1,2)
     if gold.is_number and guess.is_number and not (gold.is_Rational and guess.is_Rational):
         size, apart = abs(gold.evalf(50)), abs((gold - guess).evalf(2, maxn=200))
         return size != oo and bool(apart <= size * 10**-200)
@@ -491,15 +492,15 @@ def _seconds_left(end: float) -> int:
 
 def _false_chain(text: str, left: Callable) -> bool:
     "Whether numbers are said to be equal that are not, as in 2+2=5; one behind may be rounded."
-    last, parts = None, text.rstrip(".").split("=")
-    for part in map(str.strip, parts if len(parts) > 1 else ()):
-        odd = re.search(r"^[A-Za-z]$|[%$]|\\text|\\mathrm", part)  # a name, a unit
-        read = None if odd else _read_math(part, left())
-        before, last = last, read if getattr(read, "is_number", False) else None
-        places = len(part.partition(".")[2])
-        near = 10**-places if places else abs(last or 0) * 1e-9
-        if None not in (before, last) and abs((before - last).evalf(30)) > near:
-            return True
+    odd = r"^[A-Za-z]$|[%$]|\\text|\\mathrm|\b(?<!\\)[A-Za-z]{3}"  # a name, a unit, words
+    parts = [*map(str.strip, text.rstrip(".").split("="))]
+    read = [None if re.search(odd, x) else _read_math(x, left()) for x in parts]
+    for part, a, b in zip(parts[1:], read, read[1:]):
+        with suppress(Exception):  # no numbers
+            near = 10**-places if (places := len(part.partition(".")[2])) else abs(b) * 1e-9
+            apart = abs((a - b).evalf(30))
+            if a != b and a.is_number and b.is_number and not (apart.is_finite and apart <= near):
+                return True
     return False
 
 
@@ -541,7 +542,7 @@ def _equal_math(found: str, reference: str, limit: int) -> bool:
     from sympy import FiniteSet, Rational
 
     left = partial(_seconds_left, time.monotonic() + limit)
-    found = "" if len(found) > 10_000 or _false_chain(found, left) else found
+    found = "" if len(found) > 10_000 or "=" in found and _false_chain(found, left) else found
     texts = _both_named(*map(_result, (found, reference)))
     (found, unit), (reference, wanted) = map(_without_unit, texts)
     pair = _quantity(found), _quantity(reference)

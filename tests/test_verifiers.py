@@ -91,6 +91,8 @@ def test_accepted_answers_of_any_sequence():
         ("more than 5.5", "5.5", 0),
         ("1e999999999", "1", 0),
         ("from 5 to 6", "6", 0),
+        ("5 or six of them", "5", 0),
+        ("5 over two for all", "5", 0),
         ("square root of 6", "6", 0),
         ("$6$ is wrong", "6", 0),
         ("it cannot be $6$", "6", 0),
