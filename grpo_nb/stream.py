@@ -159,7 +159,7 @@ def _check_columns(task: Any, needs: Sequence[str], kinds: dict[str, str], check
         kind = "dict" if isinstance(value, Mapping) else kind
         if value is not None and kinds.setdefault(name, kind) != kind:
             raise ValueError(
-                f"column {name!r} holds {value!r:.40} ({kind}), in the rows before it is {kinds[name]}."
+                f"column {name!r} holds {value!r:.40} ({kind}), in the rows before it is {kinds[name]}: give all one form."
             )
     for check in checks:
         check({**task.columns, **{k: _field_of(task.columns, k) for k in needs}})

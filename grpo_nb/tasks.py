@@ -210,7 +210,8 @@ def _check_prompt(value: Any) -> str | list[dict]:
         if all(isinstance(x, (str, list, tuple)) for x in contents):
             return value
     raise ValueError(
-        f"a prompt is text that is not empty, or a list of messages with role and content; got {value!r:.60}."
+        f"a prompt is text that is not empty, or a list of messages with role and content; got {value!r:.60}. "
+        "Of another form prompt=lambda row: ... makes one."
     )
 
 # %% ../nbs/method/01_tasks.ipynb #98583400
@@ -231,6 +232,18 @@ def data_path(
     raise ValueError(f"No {name or 'data folder'} in {root}. GRPO_NB_DATA names another folder.")
 
 # %% ../nbs/method/01_tasks.ipynb #dbe91668
+def _json_list(path: Path) -> list:
+    "The objects of a JSON file that is one list of them."
+    try:
+        rows = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as e:
+        hint = "If it holds one object per line, name it .jsonl."
+        raise ValueError(f"{path}: not valid JSON ({_json_fault(e)}). {hint}") from None
+    if isinstance(rows, list):
+        return rows
+    raise ValueError(f"{path}: a .json file is one list of objects, got {type(rows).__name__}.")
+
+
 def _rows_of(source: Any) -> tuple[Any, str]:
     "The row class for a source (path, Arrow table, Hugging Face dataset, list of dicts), and what to call it."
     if isinstance(source, (str, os.PathLike)):
@@ -248,9 +261,11 @@ def _rows_of(source: Any) -> tuple[Any, str]:
             return _JsonlRows(path), path.stem
         if path.suffix in (".parquet", ".pq"):
             return _parquet_rows(path), path.stem
+        if path.suffix == ".json":
+            return _Rows(_json_list(path), str(path)), path.stem
         raise ValueError(
             f"{path}: cannot read {path.suffix or 'a name without suffix'}. Give .jsonl (one JSON object per line, not "
-            "compressed), .parquet, or a source in memory."
+            "compressed), .json (one list of objects), .parquet, or a source in memory, such as pandas.read_csv(path)."
         )
     kind = type(source).__name__
     if isinstance(source, (list, tuple)):
@@ -362,7 +377,7 @@ def column(
 @patch(cls_method=True)
 def load(
     cls: Taskset,
-    source: Any,  # JSONL or parquet path, "data:NAME", "gym:NAME", datasets.Dataset, pyarrow.Table, list of dicts, Taskset
+    source: Any,  # path of .jsonl, .json or .parquet, "data:NAME", "gym:NAME", datasets.Dataset, pyarrow.Table, list of dicts, Taskset
     name: str | None = None,  # default: from the source
     **options,  # of Taskset: prompt, id, rename; for "gym:NAME" also size, seed, the generator's settings
 ) -> Taskset:

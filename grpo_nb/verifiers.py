@@ -330,7 +330,7 @@ _ANNOUNCED = re.compile(  # before the answer of a sentence
     r"|equals?|exactly|only|(?:equal|comes|adds up|amounts|evaluates|simplifies) to|left with|total of)$|[:#]$|(?<!\d)[.!]$"
     r"|(?:^|[a-z]{2,}[:,]? |[:,;.!] )(?:[a-z](?:_\w+)?(?:\(\w+\))?|[a-z]{3,}|(?P<sum>[-$0-9(](?:[-\d.,+*/()×·÷$% ]| x )*)) =$"
 )
-_SECOND = re.compile(r"(?i)\d,? (?:(?:and|or) )?[a-z]\w? (?:is|=|equals)$")  # x is 5 and y is 6
+_SECOND = r"(?i)\d,? (?:(?:and|or) )?[a-z]\w? (?:is|=|equals)$|(?:is|=|equals) [-$\d.,]+(?: [a-z]+)?,? (?:and|but|while) [^.;]{1,80} (?:is|=|equals)$|\d[^.;]{1,80}(?:(?<!need|eeds| has|have| had|able) to \w+(?: \w+ed)?(?: a total of)?|ing a total of|, (?:as|while) [^.;]*)$"  # x is 5 and y is 6; 6 to get 5; 6 after spending 5
 _TOLD = r"(?is)(.*(?:\b(?:answer|option|choice|antwort|réponse|respuesta)\b(?: (?:is|ist|est|es)\b)?|答案[是为為]?|答え|정답|ответ|####):?) ?(\S.*)"  # the answer is X, in some languages
 _EMPHASIS = r"(?<!\S)(?:\*\*?|`)(?=\S)|(?<=\S)(?:\*\*?|`)(?=[.,:]?(?:\s|$))"
 _ONE_OF_SEVERAL = r"\$\s*(?:[,;]?\s*(?:and|or)|[-+*/,;]|of)\s*$|\b(?:from .{1,30} to|about|around|approximately|roughly|nearly|almost)\s*$"  # $5$ or $6$, about $5$
@@ -399,7 +399,7 @@ def _mathematics(text: str) -> str:
     if before and _quantity(last) is None:  # a number and its unit
         *before, last = *before[:-1], f"{before[-1]} {last}"
     before = " ".join(before)
-    odd = _SECOND.search(before) or _DOUBTED.search("\n" + before[-299:])
+    odd = re.search(_SECOND, before[-299:]) or _DOUBTED.search("\n" + before[-299:])
     announced = _ANNOUNCED.search(before or ":")
     if not announced or odd or not _quantity(last):
         return text
