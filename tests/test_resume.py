@@ -549,7 +549,10 @@ def test_an_error_in_laying_out_a_run_changes_nothing(tmp_path, monkeypatch, whe
             broken.setattr(where, what, MagicMock(side_effect=error))
             trainer.fit(1)
         assert folder.exists() == begun
-        assert not begun or record.Run(folder).status["state"] == "stopped"
+        if begun:
+            told = record.Run(folder)
+            assert told.status["state"] == "stopped"
+            assert told.events()["kind"].tolist()[-2:] == ["stop", "close"]
         trainer = make(folder, "run.if_exists=resume") if begun else make(folder)
         trainer.fit(1).close()
         assert trainer.run.dir == folder and trainer.step_done == 1 + begun

@@ -438,9 +438,13 @@ def __enter__(self: Run) -> Run:
 def __exit__(self: Run, kind, error, trace) -> None:
     if kind is None:
         return self.close()
-    state = "interrupted" if issubclass(kind, KeyboardInterrupt) else "failed"
-    self.event("stop", error=kind.__name__, message=str(error), step=self._last)
-    self.close(state)
+    self._note_stop(error)
+    self.close("interrupted" if issubclass(kind, KeyboardInterrupt) else "failed")
+
+
+@patch
+def _note_stop(self: Run, error: BaseException) -> None:
+    self.event("stop", error=type(error).__name__, message=str(error), step=self._last)
 
 # %% ../../nbs/lab/01_record.ipynb #5bb8e91c
 def _free_folder(dir: Path, if_exists: str) -> Path:
@@ -492,8 +496,9 @@ def _laid_out(self: Run):
     "An error while a run is laid out leaves nothing of a new one, and one that was there as it was found."
     try:
         yield
-    except BaseException:
+    except BaseException as e:
         with contextlib.suppress(Exception):
+            self._note_stop(e)
             self.close()
         for name in _FILES.split() if self._new else ():
             (self.dir / name).unlink(missing_ok=True)
