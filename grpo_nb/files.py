@@ -207,6 +207,10 @@ def write(self: Appender, rows: Iterable[Mapping] = ()) -> None:
     try:
         if not self.path.exists():
             raise OSError(errno.ENOENT, "it was deleted", str(self.path))
+        if not os.path.samestat(self.path.stat(), os.fstat(self.file.fileno())):
+            file = open(self.path, "ab", buffering=0)  # an editor has put another file there
+            self.file.close()
+            self.file, self.size = file, file.seek(0, os.SEEK_END)
         if again:  # of a call that was interrupted, something may be there
             os.truncate(self.path, self.size)
         done = self.file.write(self.waiting)

@@ -237,19 +237,25 @@ def send(self: _Worker, data: bytes, limit: float) -> None:
 @patch
 def receive(self: _Worker) -> Any:
     "The next message; EOFError if the process is gone, TimeoutError if it is late, ValueError for what is no JSON."
-    end = time.monotonic() + self.limit
+    left = self.limit
     while b"\n" not in self.got:
         if len(self.got) > _LARGEST_MESSAGE:
             raise ValueError(f"it sent a message of more than {_LARGEST_MESSAGE} bytes")
-        self.pipe.settimeout(max(end - time.monotonic(), 0.001))
+        part, since = min(max(left, 0.001), 1.0), time.monotonic()
+        self.pipe.settimeout(part)
         try:
             data = self.pipe.recv(1 << 20)
         except ConnectionError:
             data = b""
+        except TimeoutError:
+            left -= part  # not what the clock says: all of us may have been paused
+            if left <= 0:
+                raise
+            continue
         if not data:
             raise EOFError
-        if not self.got:  # the result is there: its way here has a deadline of its own
-            end = time.monotonic() + self.limit
+        # the result is there: its way here has a deadline of its own
+        left = left - min(time.monotonic() - since, part) if self.got else self.limit
         self.got += data
     line, _, self.got = self.got.partition(b"\n")
     try:

@@ -791,8 +791,9 @@ def _check_state(self: GRPO, state: Mapping[str, Any]):
         raise ValueError(
             f"The checkpoint holds another policy: {odd[:3]} do not fit. Give the model and the policy.lora of its run."
         )
-    stored, have = (o["param_groups"][0] for o in (state["optimizer"], self.optimizer.state_dict()))
-    if odd := sorted(have.keys() ^ stored.keys()):
+    both = (o["param_groups"] for o in (state["optimizer"], self.optimizer.state_dict()))
+    stored, have = ({*g[0], f"groups of {[len(x['params']) for x in g]} weights"} for g in both)
+    if odd := sorted(have ^ stored):
         raise ValueError(
             f"The checkpoint is of another optimizer: only one of the two has {', '.join(odd[:3])}. Set trainer.optimizer before."
         )

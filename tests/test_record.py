@@ -137,9 +137,14 @@ def test_runs_that_begin_at_once_get_numbers_and_lost_files_are_said(tmp_path, m
     with Lock(tmp_path / "r/lock"):
         run = Run.create(tmp_path / "r", if_exists="number")
     assert run.dir.name == "r-2"
+    run.log(0, {"x": 0})
+    edited = shutil.copy(run.dir / "metrics.jsonl", tmp_path / "edited")
+    os.replace(edited, run.dir / "metrics.jsonl")  # as an editor saves
+    run.log(1, {"x": 1})
+    assert len(run.frame()) == 2
     shutil.rmtree(run.dir)
     with pytest.warns(UserWarning, match="metrics.jsonl cannot be written .* it was deleted"):
-        run.log(1, {"x": 1})
+        run.log(2, {"x": 1})
 
 
 def test_resume_reports_what_changed_in_the_configuration(tmp_path):

@@ -4,14 +4,17 @@ import contextlib
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import resource
 import signal
 import sys
+import time
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import forked
@@ -27,6 +30,7 @@ from grpo_nb.lab.checkpoint import CheckpointError, _check_seal, checkpoints, la
 from grpo_nb.lab.checkpoint import read_state
 from grpo_nb.lab.recipe import load_config
 from grpo_nb.processes import ProcessLost
+from grpo_nb.tasks import Taskset, data_path
 from grpo_nb.trainer import GRPO
 
 SMALL = ["run.progress=false", "policy.max_new_tokens=6", "num_generations=4", "train_batch_size=4", "steps=5", "run.samples_every=1",
@@ -85,6 +89,40 @@ def test_the_state_of_another_optimizer_is_refused_before_anything_changes():
     with pytest.raises(ValueError, match="of another optimizer: only one of the two has amsgrad"):
         trainer.load_state_dict(held)
     assert all(map(torch.equal, before, trainer.policy.parameters()))
+    trainer = make(None)
+    trainer.optimizer = torch.optim.AdamW([*trainer.policy.parameters()][:3])
+    with pytest.raises(ValueError, match=r"only one of the two has groups of \[\d+\] weights, gr"):
+        trainer.load_state_dict(held)
+
+
+SUMS = Taskset.load(data_path("tasks/middle_train.jsonl"))
+
+
+class Counts:
+    n = 0
+
+    def on_step_end(self, trainer, row):
+        self.n += 1
+
+    def state_dict(self):
+        return {"n": self.n}
+
+    def load_state_dict(self, state):
+        self.n = state["n"]
+
+
+def test_what_cannot_go_on_is_told_or_refused(tmp_path):
+    more, stream = type("More", (Counts,), {}), SimpleNamespace(read=lambda n: SUMS[:n])
+    made = make(tmp_path / "r", callbacks=[Counts(), more()], tasks=stream).fit(1)
+    made.close()
+    with pytest.raises(ValueError, match=r"were \['Counts', 'More'\], and are now \['More'\]"):
+        load(tmp_path / "r", callbacks=[more()], tasks=stream)
+    with pytest.warns(UserWarning, match="has no state_dict and load_state_dict, so it does not"):
+        assert load(tmp_path / "r", callbacks=[Counts(), more()], tasks=stream).callbacks[0].n == 1
+    offers = "sample", "logp", "parameters"
+    made.policy = SimpleNamespace(**{k: getattr(made.policy, k) for k in offers})
+    with pytest.raises(CheckpointError, match="has no state_dict: a checkpoint would hold no weig"):
+        made.save(tmp_path / "other")
 
 
 def rows(trainer):
@@ -129,6 +167,25 @@ def test_the_signals_stop_between_steps_and_fit_goes_on(tmp_path, name):
     assert t.step_done == 5 and t.interrupted is None
     whole = make(tmp_path / "whole").fit()
     assert torch.equal(*(x.policy.state_dict()["lm_head.weight"] for x in (t, whole)))
+
+
+def test_a_reward_ends_its_own_processes_and_may_leave_without_a_folder(tmp_path, monkeypatch):
+    def leave():
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        time.sleep(0.5)  # before that Python has no handlers there
+        child.terminate()
+        child.join(20)
+        assert child.exitcode == -signal.SIGTERM
+        (tmp_path / "gone").mkdir()
+        monkeypatch.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+
+    t = make(tmp_path / "r", rewards=at_sample(20, leave)).fit()
+    assert (t.interrupted, _check_seal(latest(t.run.dir / "checkpoints"))["step"]) == (None, 5)
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="not written to .*: call open_run"):
+        make(tmp_path / "own").step()
 
 
 def test_a_signal_that_comes_while_processes_agree_is_not_lost(monkeypatch):
@@ -210,7 +267,9 @@ def test_a_checkpoint_that_fails_is_an_error_at_the_end(fault, tmp_path, monkeyp
     elif fault == "removal":
         monkeypatch.setattr(session, "prune", lambda *a: io.FileIO("/dev/full", "wb").write(b"x"))
     else:
-        monkeypatch.setattr(t.run._files["metrics"], "file", io.FileIO("/dev/full", "wb"))
+        real = t.run._files["metrics"].file
+        full = MagicMock(write=io.FileIO("/dev/full", "wb").write, fileno=real.fileno)
+        monkeypatch.setattr(t.run._files["metrics"], "file", full)
     with pytest.warns(UserWarning, match="Training goes on"):
         with pytest.raises((CheckpointError, OSError), match="written|No space"):
             t.fit(2)

@@ -254,6 +254,21 @@ def test_a_worker_that_stops_reading_is_killed_at_the_deadline():
         assert "no result after" in runner.failures[0].message
 
 
+def test_time_in_which_everything_is_paused_is_no_deadline():
+    def works(completion):
+        end = time.process_time() + 0.5
+        while time.process_time() < end:
+            pass
+        return 1.0
+
+    with RewardRunner([works], workers=1, timeout_s=2.5) as runner:
+        runner(batch("a"))
+        ids = f"{os.getpid()} {runner.pool.workers[0].process.pid}"
+        pause = f"sleep 0.2; kill -STOP {ids}; sleep 3; kill -CONT {ids}"
+        with subprocess.Popen(["sh", "-c", pause]):
+            assert values(runner(batch("a")).rewards_NR[:, 0]) == [1]
+
+
 def test_half_a_message_and_garbage_are_no_reason_to_wait():
     def writes(completion):
         good = b'{"outcome": "ok", "values": [[[1.0]]], "n": 1, "message": "", "ms": 0.0}\n'

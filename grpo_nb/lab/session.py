@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import inspect
 import logging
+import os
 import signal
 import threading
 import time
@@ -76,10 +77,13 @@ class CheckpointConfig:
 @contextlib.contextmanager
 def _interrupts(trainer: GRPO, then: str):
     "The first signal is a wish, noted in `trainer.stop`, so that no step is cut in half; `then` says what follows it."
-    asked_at = []
+    asked_at, mine = [], os.getpid()
 
     def ask(signum, frame):
-        if not asked_at:
+        if os.getpid() != mine:  # a reward has forked: what ends its child is no wish of ours
+            signal.signal(signum, old[signum])
+            os.kill(os.getpid(), signum)
+        elif not asked_at:
             asked_at.append(time.monotonic())
             trainer.stop = name = signal.Signals(signum).name
             say(f"\n{name}: finishing this step, then {then}; once more stops at once.")
@@ -326,6 +330,9 @@ def on_step_end(self: _Session, trainer: GRPO, row: Mapping):
                 self.run.log_samples(step, table, c.samples_rows)
             if report.reason:
                 self.run.event("kl_stop", step=step, reason=report.reason)
+    elif c.dir and self.around is None and place()[0] == 0:
+        said = f"Steps outside of fit() are not written to {c.dir}: call open_run() before them."
+        warnings.warn(said, stacklevel=5)
     if self.bar is not None:
         self.bar.update(step, row)
 
@@ -430,9 +437,19 @@ def _check_same_parts(told: Mapping, trainer: GRPO, given: Sequence[str]) -> Non
     if (was := told["config"].get("seed", seed)) != seed:
         said = f"seed={seed}: the run goes on with the generators of its own, seed={was}."
         raise ValueError(f"{said} Leave it out, or begin another run.")
-    if stored.get("callbacks") and not now["callbacks"]:
-        said = f"callbacks of the run are not called: {', '.join(stored['callbacks'])}"
+    names = lambda told: [k.split()[0].rpartition(".")[2] for k in told.get("callbacks", ())]
+    were, are = names(stored), names(now)
+    if lost := [k for k in were if k not in are]:
+        said = f"callbacks of the run are not called: {', '.join(lost)}"
         warnings.warn(f"The {said}. Pass them again: callbacks=[...].", stacklevel=3)
+    places = zip(were, are, trainer.callbacks)
+    if any(was != name and hasattr(f, "load_state_dict") for was, name, f in places):
+        said = f"callbacks of the run were {were}, and are now {are}"
+        raise ValueError(f"The {said}: their states need those of the run, in its order.")
+    if not hasattr(trainer.stream, "load_state_dict"):
+        kind = type(trainer.stream).__name__
+        said = f"tasks: the {kind} has no state_dict and load_state_dict, so it does not go on"
+        warnings.warn(f"{said} where the run has read.", stacklevel=3)
     if stored.get("reference") and not now["reference"]:
         raise ValueError("The run had a reference of its own: pass it again, as reference=...")
     parts = {"tokenizer": "policy", "tasks": "tasks", "held-out tasks": "eval_tasks"}
@@ -508,7 +525,7 @@ def _described(trainer: GRPO) -> dict[str, Any]:
 
 def _portable(path: str) -> str:
     "A file of data/ by its short name."
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OSError):  # elsewhere; no working folder any more
         return f"data:{Path(path).resolve().relative_to(data_path().resolve())}"
     return path
 
@@ -649,6 +666,9 @@ def save(
         if of_first(lambda: session.run is None):
             raise ValueError("Where to? Give save() a folder, or set run.dir.")
     state = self.state_dict()
+    if "policy" not in state:
+        kind = type(self.policy).__name__
+        raise CheckpointError(f"{kind} has no state_dict: a checkpoint would hold no weights.")
     trained = leaves({k: state[k] for k in ("policy", "optimizer", "reference") if k in state})
     numbers = ((k, torch.as_tensor(v)) for k, v in trained if isinstance(v, (float, Tensor)))
     model = getattr(self.policy, "model", torch.nn.Module())
