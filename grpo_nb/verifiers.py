@@ -99,11 +99,10 @@ class _AnswerFinder:
         return text if found is None else found
 
 # %% ../nbs/method/02_verifiers.ipynb #fc93cdbb
-_UNITS = """$ dollar dollars USD US$; € euro euros EUR; £ GBP; ¥ yen JPY; ₹ rupees INR Rs Rs.; cent cents
-% percent; ° degree degrees; °C; °F; mm millimeters; cm centimeters; km kilometer kilometers kilometre kilometres
-meter meters metre metres m; inch inches; ft foot feet; yd yard yards; mi mile miles; mg; kg kilogram kilograms; gram grams g
-lb lbs pound pounds; oz ounce ounces; ml; liter liters litre litres L; ms; sec second seconds s; min mins minute minutes
-hr hour hours h; unit units; dozen dozens; day days; week weeks; month months; year years; km/h kmh; m/s; mph"""
+_UNITS = """$ dollar dollars USD US$; € euro euros EUR; £ GBP; ¥ yen JPY; ₹ rupees INR Rs Rs.; cent cents; % percent; ° degree degrees; °C; °F; mm millimeters
+cm centimeters; km kilometer kilometers kilometre kilometres; meter meters metre metres m; inch inches; ft foot feet; yd yard yards; mi mile miles; mg
+kg kgs kilogram kilograms; gram grams g; lb lbs pound pounds; oz ounce ounces; ml mL; liter liters litre litres L; ms; sec second seconds s
+min mins minute minutes; hr hour hours h; unit units; dozen dozens; day days; week weeks; month months; year years; km/h kmh; m/s; mph"""
 _UNIT = {name: unit.split()[0] for unit in re.split("[;\n]", _UNITS) for name in unit.split()}
 _TIMES = dict(hundred=100, thousand=10**3, million=10**6, billion=10**9, trillion=10**12)
 _DOUBT = r"not|cannot|never|might|may|could|maybe|perhaps|than|least|most|except|wrong|incorrect|false|if|when|where|since|because|unless|suppose|assume|let"
@@ -196,9 +195,9 @@ _ENDS = re.compile(  # and behind it: not \boxed{3}.14, \boxed{5}^2
 )
 _DOUBTED = re.compile(  # before an answer: not 5, twice 5, a question
     r"(?:[.!?;:\n]\W*(?:Is|Are|Was|Were|Does|Did|Could|Should|Would|What(?:['’]?s| is)|Why)\b[^.!?;\n]*"
-    r"|(?:(?i:\b(?:not|minus|negative|twice|thrice|half|times|plus|maybe|perhaps|possibly|up to"
+    r"|(?:(?i:\b(?:not|minus|negative|twice|thrice|half|times|plus|maybe|perhaps|possibly|(?<!adds | add |ding |sums )up to"
     r"|(?:half|square|root|cube|multiple|factor|divisor)s? of))|n['’]t|[0-9$] to|[Ee]ither [^.;\n]* or"
-    r"|box(?:ed)? ?\{[^{}]*\}\$?\s*(?:[:<>x]|to|\\[lg]eq?))\s*[$*]*)\Z"
+    r"|box(?:ed)? ?\{[^{}]+\}\$?\s*(?:[:<>x]|to|\\[lg]eq?))\s*[$*]*)\Z"
 )
 _TAKEN_BACK = re.compile(  # behind one: 5, no; 5 or 6; 5?
     r"(?i)[$*)\s.,;:!]{0,9}(?:\?|(?:(?:is|was) )?(?:wrong|incorrect|false|impossible|too (?:small|large|big|high|low))\b"
