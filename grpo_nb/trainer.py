@@ -12,6 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -421,7 +422,6 @@ def __init__(
     self.generators = {k: seeded(c.seed, k) for k in ("sampling", "minibatches")}
     fills = c.filter_groups, c.train_batch_size, c.num_generations, c.advantage
     self.collector = GroupCollector(*fills) if c.filter_groups.enable else None
-
     self.rate = c.optimizer.lr  # of the last step
     self.step_done = 0
     self.policy_version = 0  # steps that changed the policy; ages of carried groups count these
@@ -520,7 +520,7 @@ def _make_reference(reference: Any, policy: Policy, config: TrainerConfig) -> Po
     "The policy that was given, or a frozen copy if a KL term needs one."
     if reference is None:
         needed = config.update.needs_reference or config.rewards.kl_in_reward
-        return policy.copy() if needed else None
+        return (policy.copy() if hasattr(policy, "copy") else deepcopy(policy)) if needed else None
     made, trained = _make_policy(reference, config), set(map(id, policy.parameters()))
     if any(id(p) in trained for p in made.parameters()):
         raise ValueError("The reference is the policy itself: leave it out, or give a copy.")
