@@ -332,7 +332,7 @@ def on_step_end(self: _Session, trainer: GRPO, row: Mapping):
                 self.run.event("kl_stop", step=step, reason=report.reason)
     elif c.dir and self.around is None and place()[0] == 0:
         said = f"Steps outside of fit() are not written to {c.dir}: call open_run() before them."
-        warnings.warn(said, stacklevel=5)
+        warnings.warn(said, stacklevel=7)
     if self.bar is not None:
         self.bar.update(step, row)
 
