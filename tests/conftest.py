@@ -10,6 +10,7 @@ import signal
 
 from hypothesis import settings
 
+os.environ.pop("TQDM_DISABLE", None)  # what bars write is read
 FUZZ = int(os.environ.get("GRPO_NB_FUZZ") or 0)
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 settings.register_profile("fuzz", deadline=None, print_blob=True)
