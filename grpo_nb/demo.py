@@ -47,10 +47,9 @@ def _judge_with_fan(trainer: GRPO) -> dict[str, float]:
 def _plot_motion(study: Study, dir: str | Path):  # Figure
     "The fan of every arm and of the start, by the first seed, and the reward along paths and along seconds."
     seed = study.spec["seeds"][0]
+    runs = {r["variant"]: r["key"] for r in study.reported if r["seed"] == seed}
     files = {"before": Path(dir, f"fan-{seed}.json")}
-    for r in study.reported:
-        if r["seed"] == seed:
-            files[r["variant"]] = next(Path(dir).glob(f"*-{r['key']}")) / "fan.json"
+    files |= {k: next(Path(dir).glob(f"*-{key}")) / "fan.json" for k, key in runs.items()}
     columns = len(files)
     figure, axes = make_figure(3 * columns, columns, row_height=1.6)
     grid = axes[0].get_gridspec()
@@ -129,8 +128,7 @@ def _table(motion: Study, sums: Study) -> pd.DataFrame:
     "Scores before and after training."
     names = {"sampled": "reward", "sampled/exact_answer": "right", "sampled/short": "short"}
     parts = [motion.gains().query("score == 'sampled'"), sums.gains().query("score != 'sampled'")]
-    table = pd.concat(parts).assign(score=lambda t: t["score"].map(names)).dropna()
-    return table.reset_index(drop=True)
+    return pd.concat(parts).assign(score=lambda t: t["score"].map(names)).dropna()
 
 
 def _demo_report(dir: str | Path, motion: Study, sums: Study) -> str:

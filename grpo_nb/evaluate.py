@@ -39,14 +39,15 @@ def pass_at_k(
 def interval(
     values,  # (P,) one score per task; NaN: no score
 ) -> tuple[float, float, float]:  # mean, low, high
-    "Mean over tasks and its 95 % percentile-bootstrap interval (2000 resamples); one task alone counts as sure."
+    "Mean over tasks and its 95 % percentile-bootstrap interval (2000 resamples); of equal scores the exact one."
     from scipy.stats import bootstrap
 
     x = np.asarray(values, float)
     x = x[~np.isnan(x)]
     mean = float(x.mean()) if len(x) else math.nan
     if not len(x) or x.min() == x.max():
-        return mean, mean, mean
+        other = 1 - 0.025 ** (1 / max(len(x), 1))  # at most this share of tasks scores otherwise
+        return mean, mean - other * max(mean, 0), mean + other * max(1 - mean, 0)
     how = {"n_resamples": 2000, "method": "percentile", "rng": np.random.default_rng(0)}
     low, high = bootstrap((x,), np.mean, **how).confidence_interval
     return mean, float(low), float(high)
@@ -57,14 +58,12 @@ def t_interval(
     level: float = 0.95,
 ) -> tuple[float, float, float]:  # mean, low, high
     "Mean and Student's interval: for a handful of seeds."
-    from scipy.stats import ttest_1samp
+    from scipy.stats import t
 
     x = np.asarray(values, float)
-    if len(x) < 2 or x.min() == x.max():
-        mean = float(x.mean()) if len(x) else math.nan
-        return (mean, mean, mean) if len(x) > 1 else (mean, math.nan, math.nan)
-    ci = ttest_1samp(x, 0).confidence_interval(level)
-    return float(x.mean()), float(ci.low), float(ci.high)
+    n, mean = len(x), float(x.mean()) if len(x) else math.nan
+    half = t.ppf(0.5 + level / 2, n - 1) * x.std(ddof=1) / n**0.5 if n > 1 else math.nan
+    return mean, float(mean - half), float(mean + half)
 
 # %% ../nbs/method/03_evaluate.ipynb #950478dc
 def two_way_interval(
@@ -81,10 +80,8 @@ def two_way_interval(
     if n < 2 or p < 2:
         return mean, math.nan, math.nan
     row_S, column_P = y_SP.mean(1), y_SP.mean(0)
-    rest_SP = y_SP - row_S[:, None] - column_P + mean
-    squares = np.array(
-        [p * row_S.var(ddof=1), n * column_P.var(ddof=1), (rest_SP**2).sum() / (n - 1) / (p - 1)]
-    )
+    rest = ((y_SP - row_S[:, None] - column_P + mean) ** 2).sum() / (n - 1) / (p - 1)
+    squares = np.array([p * row_S.var(ddof=1), n * column_P.var(ddof=1), rest])
     total = max(squares @ [1, 1, -1], squares[:2].max())  # never less than seeds or tasks alone
     if total <= 0:
         return mean, mean, mean

@@ -19,7 +19,6 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
-from forked import wait_for
 from resumed import is_timing
 
 from grpo_nb.all import GRPO, Run, Samples, Steps, Study, compare, data_path, load_config
@@ -143,7 +142,7 @@ def test_a_store_is_loaded_if_it_answers_the_question_and_else_trained_again(tmp
     kw = {"seeds": range(2), "dir": tmp_path / "runs", "store": tmp_path / "s.json"}
     first = contest(budget=Steps(3), **kw)
     text = (tmp_path / "s.json").read_text()
-    assert str(tmp_path) not in text and len(text.splitlines()) > 4
+    assert str(tmp_path) not in text and len(text.splitlines()) > 4 and "<hidden>" not in text
     COUNTS.made = 0
     kw["dir"] = tmp_path / "elsewhere"
     again = contest(budget=Steps(3), **kw)
@@ -242,7 +241,7 @@ def test_a_store_has_what_was_asked_for_and_an_undefined_score_stays_undefined(t
         assert study.scores("eval_late") == {"a": {}} and study.frame()["eval_late"].isna().all()
         assert "2 of 2 runs have no last eval_late" in str(study.table("eval_late"))
         assert [*study.gains()["score"]] == ["sampled"]  # what no run has has no gain
-        assert study.profile("eval_sampled")
+        assert study.profile("eval_sampled") and study.profile("eval_late")
 
 
 def test_a_score_with_the_name_of_a_column_of_training_ends_the_study(tmp_path):
@@ -281,11 +280,6 @@ def test_processes_give_what_one_process_gives_and_survive_a_death(tmp_path):
     assert "The process of this run died" in dead[0]["error"]
 
 
-def test_a_folder_has_one_study_at_a_time(tmp_path):
-    with Lock(tmp_path / "study.lock"), pytest.raises(RunLocked):
-        contest(seeds=[0], budget=Steps(1), dir=tmp_path)
-
-
 def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
     def refused(match, variants=ARMS, **kw):
         given = {"seeds": [0], "budget": Steps(1), "dir": tmp_path / "none"} | kw
@@ -320,8 +314,7 @@ def test_wrong_studies_are_refused_before_anything_is_trained(tmp_path):
     for text in ("[1]", "text", "", '"study"', '{"format": 1, "spec": 3, "runs": []}'):
         (tmp_path / "s.json").write_text(text)
         refused("not a stored study of format 1", store=tmp_path / "s.json")
-    make = lambda config, width=1: None
-    refused("rewards come from make", {"a": {"rewards.functions": {}}}, make=make)
+    refused("rewards come from make", {"a": {"rewards.functions": {}}}, make=lambda config: None)
     refused("make", {"a": {"make.width": 2}})  # keywords of nothing
 
 
@@ -379,6 +372,8 @@ def test_scores_by_task_are_stored_and_give_an_interval_for_other_tasks(tmp_path
     said = re.search(said, notes)
     mine = [r["by_task"]["eval_sampled"] for r in study.reported if r["variant"] == "a"]
     assert [float(x) for x in said.groups()] == pytest.approx(two_way_interval(mine), abs=6e-4)
+    study.runs[-1]["by_task"]["eval_sampled"].pop()  # on tasks of its own
+    assert "other tasks" not in str(study.table()) and study.profile()
 
 
 # the noise of the baseline, in those of the variants
@@ -400,8 +395,8 @@ def test_reports_escape_what_they_draw(tmp_path):
     assert "<i>" not in study.table()._repr_html_()
     page = study.report(tmp_path / "r.html", r"$\frac$<i>{{ 3 }}").read_text()
     assert "<i>" not in page and "{{ 3 }}" in page and r"$\frac$" in page
-    shown = [t.get_text() for t in study.plot().axes[0].get_legend().get_texts()]
-    assert len(shown) == len(odd)
+    shown = study.plot().axes[0].get_legend().get_lines()
+    assert len({(x.get_color(), x.get_linestyle()) for x in shown}) == len(odd)
 
 
 def losing(config, rate=None):
@@ -413,12 +408,15 @@ def losing(config, rate=None):
 
 def test_where_less_is_better_the_table_asks_for_less(tmp_path):
     arms, store = {"slow": {"make.rate": 0.05}, "fast": {"make.rate": 0.4}}, tmp_path / "s.json"
-    kw = {"make": losing, "seeds": range(5), "budget": Steps(3), "dir": tmp_path / "d"}
+    kw = {"make": losing, "seeds": range(6), "budget": Steps(3), "dir": tmp_path / "d"}
     study = compare(arms, metric="svr", lower_is_better=True, store=store, **kw)
     table = study.table()
     row = table.frame.set_index("variant").loc["fast"]
-    assert row["difference"] < 0 and row["better"] == 1 and row["better_low"] > 0.5
+    assert row["verdict"] == "lower" and row["better"] == 1 and row["better_low"] > 0.5
     assert "P(lower)" in table._repr_html_() and "Lower svr is better" in str(table)
+    old = study.runs[0] | {"status": "failed", "made_by": "older"}  # of the baseline: a pair less
+    table = Study(study.spec, [old, *study.runs[1:]], study.environment).table()
+    assert [*table.frame["verdict"]] == ["", ""] and "1 runs were made by other code" in str(table)
     page = study.report(tmp_path / "r.html").read_text()  # a start and an end are no course in time
     assert page.count("data:image/png;base64,") == 2 and "seconds of training: mean" not in page
     assert page.count(">P(lower)</th>") == 1 and page.count(">P(higher)</th>") == 2
@@ -646,13 +644,13 @@ def processes_of(mark):
 def test_no_worker_outlives_the_study(tmp_path, how, when):
     mark = str(tmp_path)
     parent = forked.start(tmp_path / "out", sleep_in_workers, mark, env={"MARK": mark})
-    begun = lambda: len(processes_of(mark)) >= 2  # loky's tracker, a worker
-    assert wait_for(begun if when is not None else lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    begun = lambda: processes_of(mark) if when is not None else [*tmp_path.glob("pid-*")]
+    assert forked.wait_for(lambda: len(begun()) >= 2)  # loky's tracker, a worker
     time.sleep(when or 0)
     os.kill(parent.pid, how)
     parent.join(120)
     assert parent.exitcode is not None
-    assert wait_for(lambda: not processes_of(mark))
+    assert forked.wait_for(lambda: not processes_of(mark))
     assert not list(tmp_path.glob("d/*/result.json"))  # being ended is no result
 
 
@@ -664,6 +662,8 @@ def test_that_somebody_else_writes_a_run_is_no_result(tmp_path):
     with Run.create(taken), pytest.raises(RunLocked, match="is being written by"):
         compare(**kw)
     assert not (tmp_path / "s.json").exists() and not (taken.parent / "result.json").exists()
+    with Lock(tmp_path / "d" / "study.lock"), pytest.raises(RunLocked):  # a study at a time
+        compare(**kw)
     shutil.rmtree(taken)
     assert [r["status"] for r in compare(**kw).runs] == ["done", "done"]
 

@@ -143,8 +143,7 @@ def _sampler_mismatch(frame) -> Iterator[_Part]:
 # %% ../../nbs/lab/02_diagnosis.ipynb #d9ced9f4
 @_rule("D3 clip saturation")
 def _clip_saturation(frame) -> Iterator[_Part]:
-    low = column(frame, "clip_ratio/low_mean")
-    high = column(frame, "clip_ratio/high_mean")
+    low, high = (column(frame, f"clip_ratio/{k}_mean") for k in ("low", "high"))
     both = low is not None and high is not None
     share = _now(low + high if both else need(frame, "clip_ratio/region_mean"))
     verdict, said = _grade(share, (0.1, 0.4)), f"{share:.1%} clipped over the last {_WINDOW} steps"
@@ -188,8 +187,7 @@ def _entropy_collapse(frame) -> Iterator[_Part]:
     tau, p = _trend(reward[-max(len(reward) // 3, _LEAST) :])
     flat = p > _TREND_P or tau <= 0
     verdict = "CRITICAL" if now < 0.1 * start and flat else "OK"
-    trend = "flat" if flat else "rising"
-    said = f"entropy {start:.3g} at the start, {now:.3g} now ({now / start:.0%}); reward {trend}"
+    said = f"entropy {start:.3g} at the start, {now:.3g} now ({now / start:.0%}); reward {'flat' if flat else 'rising'}"
     say = "Raise the sampling temperature or the upper clip range, or lower the learning rate."
     yield verdict, said, say
 

@@ -27,6 +27,7 @@ from .record import Run, _frame_of
 
 # %% ../../nbs/lab/02_plots.ipynb #90efeab1
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_LINES = [{"color": c, "ls": s} for s in ("-", "--", ":", "-.") for c in COLORS]  # no two alike
 _QUIET = {"fontsize": 9, "color": "0.35"}  # remarks inside and below a figure
 
 # %% ../../nbs/lab/02_plots.ipynb #541acc33
@@ -106,12 +107,11 @@ def _draw_panel(ax, panel: Panel, x) -> None:
     for i, (label, y) in enumerate(lines.items() if not panel.stacked else ()):
         good = np.isfinite(x) & np.isfinite(y)
         sparse = good.sum() < max(len(y) / 2, 2)  # evaluations
-        look = {"marker": "o", "ms": 3} if sparse else {}
-        look |= {"label": _label_of(label), "color": COLORS[i % len(COLORS)]}
-        ax.plot(x[good], y[good], lw=1.2, **look)
+        look = _LINES[i % len(_LINES)] | ({"marker": "o", "ms": 3} if sparse else {})
+        ax.plot(x[good], y[good], lw=1.2, label=_label_of(label), **look)
         if label in panel.bands:
             half = np.asarray(panel.bands[label], float)
-            ax.fill_between(x, y - half, y + half, color=COLORS[i % len(COLORS)], alpha=0.12, lw=0)
+            ax.fill_between(x, y - half, y + half, color=look["color"], alpha=0.12, lw=0)
     if panel.limit:
         ax.axhline(panel.limit, color="0.3", ls=":", lw=0.9, label="stop")
     values = values[np.isfinite(values)]
@@ -166,9 +166,8 @@ def _reward(frame) -> Panel:
     return Panel("reward", lines, {k: x for k, x in stds.items() if x is not None})
 
 
-_FAULTS = r"reward/(.+/(?:n_error|n_timeout|n_none))"
 _register_lines("pass_at_k", "pass@k", r"eval_(.*pass@\d+)", **_SHARE)
-_register_lines("reward_faults", "samples per step", _FAULTS)
+_register_lines("reward_faults", "samples per step", r"reward/(.+/(?:n_error|n_timeout|n_none))")
 
 # %% ../../nbs/lab/02_plots.ipynb #1dacff14
 @PANELS.register("dead_groups")
@@ -203,15 +202,13 @@ def _kl_old(frame) -> Panel:
 # %% ../../nbs/lab/02_plots.ipynb #ff099255
 _SAMPLER = {f"sampling/sampling_logp_difference/{k}": k for k in ("mean", "max")}
 _SAMPLER |= {"upd/first_logp_diff": "first update"}
-_RATIO = r"ratio/(mean|min|max|q05|q95)"
-_LOSS = {"loss": "loss", "policy_loss": "loss"}
 _NO_LOSS = "near 0 is normal: see the gradient norm"
-_register_lines("ratio", "ratio new / old", _RATIO, log=True)
+_register_lines("ratio", "ratio new / old", r"ratio/(mean|min|max|q05|q95)", log=True)
 _register_lines("kl_ref", "KL to reference (nats)", {"kl": "KL"}, **_FROM_ZERO)
 _register_lines("sampler", "sampler vs trainer (nats)", _SAMPLER)
 _register_lines("entropy", "entropy (nats)", {"entropy": "entropy"})
 _register_lines("grad_norm", "gradient norm", {"grad_norm": "norm"}, log=True)
-_register_lines("loss", "loss", _LOSS, _NO_LOSS)
+_register_lines("loss", "loss", {"loss": "loss", "policy_loss": "loss"}, _NO_LOSS)
 
 # %% ../../nbs/lab/02_plots.ipynb #1b5b4373
 _LENGTH = r"completions/(mean|mean_terminated|min|max)_length"

@@ -20,9 +20,9 @@ from markupsafe import Markup, escape
 
 from ..config import check_number, one_of
 from ..files import plain, write_atomic
-from .plots import COLORS, _label_of, make_figure, _show_in_cell
-from .study import MEAN, Study, detectable, held_out, improvement, verdict, _to_budget
-from .study import _check_metric, _final_score, _is_lower, _joint_level, _listed
+from .plots import _LINES, _label_of, make_figure, _show_in_cell
+from .study import MEAN, _check_metric, _final_score, _is_lower, _joint_level, _made_by
+from .study import Study, _listed, _to_budget, detectable, held_out, improvement, verdict
 from ..evaluate import t_interval, two_way_interval
 
 # %% ../../nbs/lab/05_report.ipynb #fee9fb37
@@ -90,7 +90,7 @@ def _row(table: "Table", name: str, scores: Mapping[str, Mapping[int, float]]) -
         row |= dict(zip((what, f"{what}_low", f"{what}_high"), found))
     spread = np.std(d, ddof=len(d) > 1) if d else math.nan
     row["detectable"] = detectable(len(d), arms, level) * spread
-    row["verdict"] = "" if row["missing"] else verdict(d, arms, level, table.margin)
+    row["verdict"] = "" if len(d) < len(runs) else verdict(d, arms, level, table.margin)
     budget = _to_budget(study.spec["budget"])
     used = [budget.spent({k: v[-1] for k, v in r["curve"].items()}) for r in runs if r.get("curve")]
     return row | {"spent": float(np.mean(used)) if used else math.nan}
@@ -114,7 +114,7 @@ def _notes(table: "Table", scores: Mapping[str, Mapping[int, float]]) -> list[st
     if least < 5:
         out.append(f"Only {least} {'seed' if least == 1 else 'seeds'}: no verdict.")
         base = scores[table.baseline]
-        for name, mine in scores.items() if arms else ():
+        for name, mine in scores.items():
             points = [f"{mine[s] - base[s]:+.3f}" for s in mine if s in base]
             if points and name != table.baseline:
                 out.append(f"Differences of {name}: {', '.join(points)}.")
@@ -127,7 +127,8 @@ def _over_tasks(table: "Table") -> list[str]:
     for r in table.study.reported:
         if scores := (r.get("by_task") or {}).get(table.metric):
             by.setdefault(r["variant"], {})[r["seed"]] = np.array(scores, float)
-    if not set(names) <= set(by):
+    sizes = {len(y) for runs in by.values() for y in runs.values()}
+    if not set(names) <= set(by) or len(sizes) > 1:
         return []
     base, level = by[table.baseline], _joint_level(table.level, len(names) - 1)
     for name in names:
@@ -145,14 +146,16 @@ def _about_runs(table: "Table") -> list[str]:
     study, out, shown = table.study, [], list(table.frame["variant"])
     runs = [r for r in study.reported if r["variant"] in shown]
     named = lambda r: f"{r['variant']} seed {r['seed']}"
-    failed = [named(r) for r in runs if r["status"] != "done"]
-    lost = [named(r) for r in runs if math.isnan(_final_score(r, table.metric))]
-    lost = [name for name in lost if name not in failed]
-    for how, some in (("failed", failed), (f"have no last {table.metric}", lost)):
+    lost = [r for r in runs if math.isnan(_final_score(r, table.metric))]
+    for how, fell in (("failed", True), (f"have no last {table.metric}", False)):
+        some = [named(r) for r in lost if (r["status"] != "done") == fell]
         told = f"{len(some)} of {len(runs)} runs {how} and are missing from the means: "
         out += [f"{told}{', '.join(some)}."] * bool(some)
     if short := [f"{named(r)} ({r['ended']})" for r in runs if r["ended"] not in ("budget", None)]:
         out.append(f"{len(short)} runs ended before the budget: {', '.join(short)}.")
+    own = _made_by(study.environment)
+    if other := sum(r.get("made_by", own) != own for r in study.runs):
+        out.append(f"{other} runs were made by other code or packages than the environment lists.")
     if study.unfinished:
         out.append(f"{study.unfinished} runs are not finished: this table is preliminary.")
     if tune := study.spec["tune"]:
@@ -161,10 +164,9 @@ def _about_runs(table: "Table") -> list[str]:
         tasks = tune["tasks"] or ("tasks as make gives them" if made else "the reported tasks")
         how = f"{study.spec['metric']} on seeds {tune['seeds']}, {tasks}"
         out.append(f"Tuned alike: {tried}, by {how}.")
-        sure = {k: v for k, v in study.certainty().items() if k in shown}
+        sure = [f"{k} {v:.0%}" for k, v in study.certainty().items() if k in shown]
         if sure and len(tune["seeds"]) > 1:
-            said = _listed(f"{k} {v:.0%}" for k, v in sure.items())
-            out.append(f"Resampled tuning seeds choose the same in: {said}.")
+            out.append(f"Resampled tuning seeds choose the same in: {_listed(sure)}.")
     for key in study.tuned:
         if edge := [name for name in shown if key in study.edges().get(name, ())]:
             out.append(f"At the edge of the grid of {key}: {_listed(edge)}.")
@@ -288,13 +290,13 @@ def plot(
         parts = [p[[column, metric]].astype(float).dropna() for _, p in seeds]
         runs = [(p[column].to_numpy(), p[metric].to_numpy()) for p in parts if len(p)]
         if runs:
-            _draw_runs(ax, runs, name, COLORS[i % len(COLORS)])
+            _draw_runs(ax, runs, name, **_LINES[i % len(_LINES)])
     ax.set(xlabel=_label_of(label), ylabel=_label_of(metric.replace("_", " ")))
     ax.legend(loc="best")
     return ax.figure
 
 # %% ../../nbs/lab/05_report.ipynb #4617266f
-def _draw_runs(ax, runs, name: str, color: str):
+def _draw_runs(ax, runs, name: str, color: str, ls: str = "-"):
     "Every run as points or thin lines, their mean and its interval."
     dense = max(len(x) for x, _ in runs) > 30
     points = {"marker": ".", "ms": 3, "lw": 0, "alpha": 0.6}
@@ -303,7 +305,7 @@ def _draw_runs(ax, runs, name: str, color: str):
         ax.plot(x[-1:], y[-1:], ".", color=color, ms=4)
     at, y = _common_curve(runs)
     bands = np.array([t_interval(v) for v in y.T]).reshape(-1, 3)  # none where no run meets another
-    ax.plot(at, bands[:, 0], color=color, label=_label_of(f"{name} ({len(runs)} seeds)"))
+    ax.plot(at, bands[:, 0], color=color, ls=ls, label=_label_of(f"{name} ({len(runs)} seeds)"))
     if len(runs) > 1:
         ax.fill_between(at, bands[:, 1], bands[:, 2], color=color, alpha=0.15, lw=0)
 
@@ -321,19 +323,18 @@ def profile(
     by = {name: [] for name in table.frame["variant"]}
     for r in self.reported:
         if r["variant"] in by and not math.isnan(score := _final_score(r, table.metric)):
-            scores = (r.get("by_task") or {}).get(table.metric, [score])
-            by[r["variant"]].append(np.array(scores, float))
-    every = np.concatenate([x for runs in by.values() for x in runs])
-    at = np.linspace(np.nanmin(every), np.nanmax(every), 101)
+            scores = np.array((r.get("by_task") or {}).get(table.metric, [score]), float)
+            by[r["variant"]].append(scores[~np.isnan(scores)])
+    every = np.concatenate([x for runs in by.values() for x in runs] or [[0.0, 1.0]])
+    at = np.linspace(every.min(), every.max(), 101)
     for i, row in table.frame.iterrows():
-        color, x_NM = COLORS[i % len(COLORS)], np.array(by[row["variant"]], float)
-        gap_NM = np.where(np.isnan(x_NM), np.nan, 0)  # tasks without a score
-        shares = [np.nanmean((x_NM > tau) + gap_NM, 1) for tau in at]
+        look = _LINES[i % len(_LINES)]
+        shares = [[(x > tau).mean() for x in by[row["variant"]]] for tau in at]
         mean, low, high = np.array([t_interval(share) for share in shares]).T.clip(0, 1)
-        left.plot(at, mean, color=color, label=_label_of(row["variant"]))
-        left.fill_between(at, low, high, color=color, alpha=0.15, lw=0)
-        right.plot([row["better_low"], row["better_high"]], [i, i], color=color)
-        right.plot(row["better"], i, "o", color=color)
+        left.plot(at, mean, label=_label_of(row["variant"]), **look)
+        left.fill_between(at, low, high, color=look["color"], alpha=0.15, lw=0)
+        right.plot([row["better_low"], row["better_high"]], [i, i], **look)
+        right.plot(row["better"], i, "o", color=look["color"])
     left.set(xlabel=_label_of(table.metric), ylabel="share that scores more", ylim=(0, 1.02))
     right.axvline(0.5, color="0.6", lw=0.8)
     right.set(xlabel=f"P({table.direction} than {table.baseline})", xlim=(-0.02, 1.02))
@@ -360,9 +361,8 @@ def gains(self: Study):
     for metric in self.score_names():
         for name, part in frame.dropna(subset=metric).groupby("variant", sort=False):
             before, after = part[f"start_{metric}"].astype(float), part[metric].astype(float)
-            level = _span(*t_interval(after), ".3f")
             row = {"score": metric.removeprefix("eval_"), "variant": name}
-            row |= {"before": f"{before.mean():.3f}", "after": level}
+            row |= {"before": f"{before.mean():.3f}", "after": _span(*t_interval(after), ".3f")}
             rows.append(row | {"gain": _span(*t_interval(after - before), "+.3f")})
     return pd.DataFrame(rows)
 

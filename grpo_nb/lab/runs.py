@@ -47,10 +47,10 @@ from ..files import RunLocked, finite, hide_secrets, leaves, plain
 from ..files import secret_texts, sha256, write_atomic
 from .frames import flat_keys
 from .recipe import GRPOConfig, load_config, _openers
-from .record import _read_tree
+from .record import _read_tree, environment
 from ..metrics import COUNTERS, Paused
 from .session import CheckpointConfig, functions_in
-from .study import MEAN, Budget, _UnknownMetric, _check_metric, _to_budget
+from .study import MEAN, Budget, _UnknownMetric, _check_metric, _made_by, _to_budget
 from ..advantages import weights_by_name
 from ..evaluate import evaluate as evaluate_policy
 from ..reward_runner import RewardRunner
@@ -247,6 +247,7 @@ def _digest(value) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 # %% ../../nbs/lab/06_runs.ipynb #dc45dc12
+_this_code = functools.cache(lambda: _made_by(environment()))  # as when the process began
 # what changes the reward
 REWARD_KEYS = re.compile(r"rewards|advantage\.(weights|scales)|eval\.passed")
 
@@ -357,6 +358,7 @@ def run_job(job: Job) -> dict:
         result = _result_of(job, status="failed", error="\n".join(lines))
     finally:
         torch.set_num_threads(threads)
+    result["made_by"] = _this_code()
     if job.dir:
         job.dir.mkdir(parents=True, exist_ok=True)
         write_atomic(job.dir / "result.json", json.dumps(result))
@@ -658,7 +660,7 @@ def tree(self: Spec) -> dict:
         "lower_is_better": self.lower_is_better,
         "functions": self.sources(self.variants | {"what is tuned": self.tune}),
     }
-    shown, given = hide_secrets(tree := plain(tree)), leaves({**tree, "functions": 0})
+    shown, given = hide_secrets(tree := plain(tree)), leaves({**tree, "functions": {}})
     seen = dict(leaves(shown))  # of what is hidden a checksum says whether it has changed
     hidden = {f"<hidden> {k}": _digest(v)[:8] for k, v in given if v != seen.get(k)}
     shown["functions"] |= hidden

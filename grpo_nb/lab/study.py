@@ -7,6 +7,7 @@ __all__ = ['BUDGETS', 'Samples', 'Tokens', 'Seconds', 'CpuSeconds', 'Steps', 'ME
            'at_the_edge', 'improvement', 'detectable', 'verdict']
 
 # %% ../../nbs/lab/04_study.ipynb #55fb3249
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -127,6 +128,12 @@ def _compact(run: Mapping, keep: Sequence[str], metric: str) -> dict:
     by_task = {k: v for k, v in run.get("by_task", {}).items() if k == metric}
     out = {k: short(v) for k, v in run.items() if k != "by_task"} | {"curve": curve}
     return out | ({"by_task": by_task} if by_task and run["phase"] == "report" else {})
+
+# %% ../../nbs/lab/04_study.ipynb #f06d5b75
+def _made_by(environment: Mapping) -> str:
+    "A short name for the code and the packages of an environment."
+    told = json.dumps([environment.get(k) for k in ("code_sha256", "packages")])
+    return hashlib.sha256(told.encode()).hexdigest()[:12]
 
 # %% ../../nbs/lab/04_study.ipynb #6cd5826c
 def _listed(names: Iterable[str]) -> str:
