@@ -139,11 +139,11 @@ def test_a_demo_leaves_pictures_a_report_and_three_sentences(tmp_path, capsys, m
     tiny += ["--dir", str(tmp_path / "demo"), "--workers", "1"]
     assert main(["demo", *tiny]) == 0
     said, folder = capsys.readouterr().out, tmp_path / "demo"
-    for name in ("Difference", "Null", "Cost"):
+    for name in ("Where a difference is expected", "Where none is expected", "Cost"):
         assert len(re.findall(rf"^{name}: .*\d", said, re.M)) == 1
     assert "The factor 30 is deliberate. The learning rates are fixed" in said
     page = (folder / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2 and "Difference: " in page
+    assert page.count("data:image/png;base64,") == 2 and "Where none is expected: " in page
     for link in re.findall(r'href="([^"]+)"', page):
         assert (folder / link).exists()
     assert {"motion.png", "sums.png"} <= {p.name for p in folder.iterdir()}

@@ -164,6 +164,9 @@ def _about_runs(table: "Table") -> list[str]:
         tasks = tune["tasks"] or ("tasks as make gives them" if made else "the reported tasks")
         how = f"{study.spec['metric']} on seeds {tune['seeds']}, {tasks}"
         out.append(f"Tuned alike: {tried}, by {how}.")
+        tuning = [r for r in study.runs if r["phase"] == "tune" and r["variant"] in shown]
+        if fell := [named(r) for r in tuning if r["status"] != "done"]:
+            out.append(f"{len(fell)} tuning runs failed, their values are out: {_listed(fell)}.")
         sure = [f"{k} {v:.0%}" for k, v in study.certainty().items() if k in shown]
         if sure and len(tune["seeds"]) > 1:
             out.append(f"Resampled tuning seeds choose the same in: {_listed(sure)}.")
