@@ -117,11 +117,12 @@ def _draw_panel(ax, panel: Panel, x) -> None:
     values = values[np.isfinite(values)]
     if panel.log and len(values) and 0 < 20 * values.min() < values.max():
         ax.set_yscale("log")
-    else:
+    elif panel.ylim[0] is None or not (values < panel.ylim[0]).any():  # else a KL by k1
         ax.set_ylim(*panel.ylim)
     ax.set_ylabel(panel.ylabel, fontsize=9)
     if len(lines) > 1 or panel.limit:
-        ax.legend(fontsize=9, handlelength=1.2, frameon=panel.stacked, edgecolor="none")
+        look = {"handlelength": 1.2, "edgecolor": "none", "ncols": 1 + len(lines) // 6}
+        ax.legend(fontsize=9, frameon=panel.stacked, **look)
     same = len(values) > 1 and values.min() == values.max() and f"always {values[0]:g}"
     ax.text(0.02, 0.95, panel.note or same or "", transform=ax.transAxes, va="top", **_QUIET)
 
