@@ -121,8 +121,8 @@ def _dead_groups(frame) -> Iterator[_Part]:
 # %% ../../nbs/lab/02_diagnosis.ipynb #533ad7df
 @_rule("D2 sampler mismatch")
 def _sampler_mismatch(frame) -> Iterator[_Part]:
-    diff = column(frame, "upd/first_logp_diff", how="first")
-    ratio = column(frame, "ratio/q95", how="first")
+    names = ("upd/first_logp_diff", "ratio/q95")
+    diff, ratio = (column(frame, name, how="first") for name in names)
     planned = column(frame, "upd/n_planned")
     if "ratio/q95" in frame and (planned is None or np.nanmax(planned) > 1):
         ratio = None  # one number for several updates: it may well be above 1
@@ -294,6 +294,9 @@ def _reward_hacking(frame) -> Iterator[_Part]:
     reward, held = need(frame, "reward"), column(frame, *HELD_OUT)
     if held is None:
         raise MissingMetric(f"missing {' or '.join(HELD_OUT)}: set eval.every and held-out tasks")
+    rate = column(frame, "filter/filter_rate")
+    if rate is not None and _now(rate) > 0.1:
+        raise MissingMetric(f"needs the reward of all groups, {_now(rate):.0%} are filtered out")
     at = np.flatnonzero(np.isfinite(held))[-3:]
     trained = [_now(reward[: i + 1]) for i in at]
     gap = float(np.mean(trained - held[at]))
