@@ -240,7 +240,7 @@ def table(
     "Means with intervals, and paired differences to the baseline."
     import pandas as pd
 
-    level = check_number("level", level, 0, 1, above=True, below=True)
+    level = check_number("level", level, 0.5, 1, above=True, below=True)
     margin = None if margin is None else check_number("margin", margin, 0, above=True)
     names = self._selection(variants)
     baseline = one_of("baseline", names[0] if baseline is None else baseline, names)

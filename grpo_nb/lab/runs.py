@@ -293,7 +293,7 @@ def _start_scores(job: Job, evaluate: Callable[[], dict]) -> dict:
         return evaluate()
     mine = r"policy|make\." + f"|{REWARD_KEYS.pattern}" * bool(job.spec.evaluate)
     mine = {k: v for k, v in plain(job.overrides).items() if re.match(mine, k)}
-    base = _base_changes(job.base)  # tuning may have other held-out tasks
+    base = _base_changes(job.base), _this_code()  # tuning may have other held-out tasks
     own = f"{job.variant}: "  # functions of a variant that nothing reads before training
     used = lambda k: not k.startswith(own) or k.removeprefix(own).startswith((*mine,))
     sources = {k: v for k, v in job.sources.items() if used(k)}
