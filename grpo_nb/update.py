@@ -288,18 +288,18 @@ def metrics(self: UpdateReport) -> dict[str, float]:
 # %% ../nbs/method/02_update.ipynb #65f06bca
 def _kl_mask_and_skipped(c, rollout: Rollout, advantages: Tensor) -> tuple[Tensor, Tensor]:
     "(N, S) steps that get the KL term; (N,) samples that can contribute to no gradient and no statistic."
-    n, mask_NS = len(rollout), rollout.mask_NS.bool()
-    zero_N = advantages.reshape(n, -1).eq(0).all(1).cpu() if n else torch.zeros(0).bool()
+    mask_NS, zero_N = (
+        rollout.mask_NS.bool(),
+        advantages.eq(0).reshape(len(rollout), -1).all(1).cpu(),
+    )
     groups = Groups.of(rollout.group_N.cpu())
     alive_P = groups.index_N[~zero_N].bincount(minlength=groups.num_groups) > 0
     dead_N = ~alive_P[groups.index_N]
     kl_mask_NS = mask_NS if c.kl_on_dead_groups else mask_NS & ~dead_N.to(mask_NS.device)[:, None]
     always = c.loss.entropy_coef or c.loss.acts_without_advantage or c.kl_stop.active
-    if always or not c.skip_zero_advantage:
-        return kl_mask_NS, torch.zeros_like(zero_N)
-    if not c.loss.kl_coef:
-        return kl_mask_NS, zero_N
-    return kl_mask_NS, torch.zeros_like(zero_N) if c.kl_on_dead_groups else dead_N
+    always = always or not c.skip_zero_advantage or (c.loss.kl_coef and c.kl_on_dead_groups)
+    idle_N = dead_N if c.loss.kl_coef else zero_N
+    return kl_mask_NS, torch.zeros_like(zero_N) if always else idle_N
 
 # %% ../nbs/method/02_update.ipynb #10c71690
 def _columns(c, rollout, advantages, reference) -> tuple[dict, dict[str, float]]:

@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from transformers import BertConfig, BertLMHeadModel, MiniMaxConfig, MiniMaxForCausalLM
+from transformers import BertConfig, BertLMHeadModel, MiniMaxConfig, MiniMaxForCausalLM, MptConfig
+from transformers import MptForCausalLM, RobertaConfig, RobertaForCausalLM
 
 from grpo_nb.advantages import compute_advantages, gdpo, grpo, opo
 from grpo_nb.all import GRPO, DiffusionPolicy, GroupCollector, RewardRunner, TokenPolicy
@@ -589,6 +590,9 @@ BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8,
         (lambda p: TokenPolicy(p.model, p.tokenizer.backend_tokenizer), "tokenizer is one of transformers, got a Tokenizer"),
         (lambda p: TokenPolicy(BertLMHeadModel(BertConfig(**BERT)), p.tokenizer).generate("1"), "BertLMHeadModel cannot be sampled token by token: it keeps no cache"),
         (lambda p: TokenPolicy(MiniMaxForCausalLM(MiniMaxConfig(**BERT | {"num_hidden_layers": 2})), p.tokenizer).generate("1"), "MiniMaxForCausalLM cannot be sampled token by token"),
+        (lambda p: TokenPolicy(RobertaForCausalLM(RobertaConfig(**BERT, is_decoder=True)), p.tokenizer).generate("1"), "RobertaForCausalLM cannot be sampled token by token: behind padding"),
+        (lambda p: TokenPolicy(MptForCausalLM(MptConfig(d_model=8, n_heads=1, n_layers=1, max_seq_len=4)), p.tokenizer).generate("1"), "exceed the model's 4 positions"),
+        (lambda p: (m := copy.deepcopy(p.model), m.model.layers[0].mlp.bfloat16(), TokenPolicy(m, p.tokenizer).generate("1")), "LlamaForCausalLM cannot be sampled token by token: .* dtype"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_one_line_with_what_to_do(do, message, policy):

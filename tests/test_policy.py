@@ -21,7 +21,8 @@ from resumed import check_resume
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Lfm2Config, LlamaConfig
-from transformers import MistralConfig, MixtralConfig, Qwen2Config
+from transformers import Gemma3Config, HunYuanMoEV1Config, MistralConfig, MixtralConfig, OPTConfig
+from transformers import Qwen2Config
 
 from grpo_nb.all import GRPO, TokenPolicy, check_on_policy, concat, load_config, seeded
 from grpo_nb.policies.decoding import _Decoder, _LlamaDecoder, _shape_logits
@@ -167,14 +168,21 @@ def test_autocast_computes_in_bfloat16_and_scores_in_float32():
     assert all(g is not None and g.dtype == torch.float32 for g in grads)
 
 
-EXPERTS = MixtralConfig(**SIZE, num_local_experts=4)
+EYES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "image_size": 28}
+OTHERS = {
+    "{'bias': 'all'}": MODELS["llama_gqa"],
+    "{'r': 4}": MixtralConfig(**SIZE, num_local_experts=4),
+    "{'r': 5}": HunYuanMoEV1Config(**SIZE, head_dim=8, num_experts=4, moe_topk=[2, 2]),
+    "{'r': 6}": Gemma3Config(text_config=SIZE | {"head_dim": 8}, vision_config=EYES),
+}
 EXTRAS = [
     {},
-    {"r": 4},  # of a model with experts
+    *({"r": r} for r in (4, 5, 6)),  # of models with experts, and with eyes
     {"target_modules": ["q_proj"], "modules_to_save": ["norm", "mlp"]},
     {"modules_to_save": ["lm_head", "embed_tokens"]},  # tied in the model
     {"trainable_token_indices": [3, 4]},
     {"target_modules": ["embed_tokens"]},
+    {"target_modules": ["lm_head", "embed_tokens"]},
     {"use_dora": True, "use_rslora": True},
     {"init_lora_weights": "pissa"},
     {"bias": "all"},
@@ -190,8 +198,7 @@ EXTRAS = [
 @pytest.mark.filterwarnings("ignore:.*(not a linear layer|is_gradient_checkpointing)")
 def test_whatever_peft_trains_is_scored_copied_and_stored(tokenizer, options, tmp_path):
     torch.manual_seed(0)
-    kind = MODELS["llama_gqa" if options == {"bias": "all"} else "llama"]
-    kind = EXPERTS if options == {"r": 4} else kind
+    kind = OTHERS.get(str(options), MODELS["llama"])
     model = AutoModelForCausalLM.from_config(kind, dtype=torch.float32)
     model.save_pretrained(tmp_path / "base")
     model.name_or_path = str(tmp_path / "base")
@@ -211,6 +218,8 @@ def test_whatever_peft_trains_is_scored_copied_and_stored(tokenizer, options, tm
         save(folder)
         again = TokenPolicy.from_pretrained(folder).logp(r)
         torch.testing.assert_close(again, want, atol=1e-4, rtol=0)
+    stored = load_file(tmp_path / "a" / "adapter_model.safetensors").values()
+    assert len(stored) <= len(p.parameters()) + 2  # with the embeddings, if they have an adapter
 
 
 @pytest.mark.parametrize(
@@ -224,6 +233,7 @@ def test_whatever_peft_trains_is_scored_copied_and_stored(tokenizer, options, tm
         ({"lora_alpha": 0}, "lora_alpha must be a whole number >= 1"),
         ({"r": "8"}, "lora: r must be a whole number"),
         ({"target_modules": ["q_porj"]}, "'q_porj'. Did you mean 'q_proj'"),
+        ({"target_modules": ".*mlp"}, "Target module LlamaMLP( (gate_proj"),
     ],
     ids=str,
 )
@@ -274,37 +284,6 @@ def test_a_text_begins_once_and_is_not_ended(tokenizer, adds):
 
 U, A, S = ({"role": r, "content": c} for r, c in (("user", "1+"), ("assistant", "<think>"), ("system", "8")))  # fmt: skip
 
-
-@pytest.mark.parametrize(
-    "prompt, system, want",
-    [
-        ("1+", "9", "<bos>s9<bos>u1+a"),
-        ([U, A], None, "<bos>u1+<bos>a<think>"),  # continued, not closed
-        ([U, A, U], "9", "<bos>s9<bos>u1+<bos>a<think><eos><bos>u1+a"),
-        ([U, A | {"content": ""}], None, "<bos>u1+a"),
-        ("<bos>u1+a", None, "holds '<bos>', which the chat template adds"),
-        ([U | {"content": "1<bos>"}], None, "holds '<bos>', which the chat template adds"),
-        (U, None, "or a list of messages"),
-        ([{"role": "user"}], None, "or a list of messages"),
-        ([1, 8, 17], None, "or a list of messages"),
-    ],
-    ids=str,
-)
-def test_a_conversation_has_one_beginning_and_one_system_message(prompt, system, want):
-    check_encoded(TEMPLATE, prompt, want, system)
-
-
-def check_encoded(template, prompt, want, system=None):
-    "The prompt becomes this text (which has a +), or is refused with these words."
-    p = TokenPolicy.from_pretrained("data:tiny-llama", system_prompt=system)
-    p.tokenizer.chat_template, p.chat = template, True
-    if "+" in want:
-        assert p.tokenizer.decode(p.encode(prompt)) == want
-    else:
-        with pytest.raises(ValueError, match=want):
-            p.encode(prompt)
-
-
 PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}a"
 BEGUN = "{% for m in messages %}{{ m.content[0].text or m.content[:1] }}{% endfor %}a"
 USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}a"
@@ -318,6 +297,15 @@ FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}
 @pytest.mark.parametrize(
     "template, prompt, want",
     [
+        (TEMPLATE, "1+", "<bos>s9<bos>u1+a"),
+        (TEMPLATE, [U, A], "<bos>u1+<bos>a<think>"),  # continued, not closed
+        (TEMPLATE, [U, A, U], "<bos>s9<bos>u1+<bos>a<think><eos><bos>u1+a"),
+        (TEMPLATE, [U, A | {"content": ""}], "<bos>u1+a"),
+        (TEMPLATE, "<bos>u1+a", "holds '<bos>', which the chat template adds"),
+        (TEMPLATE, [U | {"content": "1<bos>"}], "holds '<bos>', which the chat template adds"),
+        (TEMPLATE, U, "or a list of messages"),
+        (TEMPLATE, [{"role": "user"}], "or a list of messages"),
+        (TEMPLATE, [1, 8, 17], "or a list of messages"),
         (PARTS, [U | {"content": [{"type": "text", "text": "1+"}]}], "1+a"),
         (PARTS, "1+", "leaves out what"),  # a text has no parts, so nothing is left of it
         ("a", "1+", "leaves out what"),
@@ -338,7 +326,14 @@ FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}
     ],
 )
 def test_a_template_says_what_the_messages_say(template, prompt, want):
-    check_encoded(template, prompt, want)
+    "The prompt becomes this text (which has a +), or is refused with these words."
+    p = TokenPolicy.from_pretrained("data:tiny-llama", system_prompt="9" if "s9" in want else None)
+    p.tokenizer.chat_template, p.chat = template, True
+    if "+" in want:
+        assert p.tokenizer.decode(p.encode(prompt)) == want
+    else:
+        with pytest.raises(ValueError, match=want):
+            p.encode(prompt)
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": 0.5}, {"pad_token_id": -1}, {"max_new_tokens": -1}], ids=str)  # fmt: skip
@@ -352,8 +347,26 @@ def test_what_was_trained_is_written_whatever_the_generation_config_says(wrong, 
 
 def test_stops_are_read_from_tensors_and_what_stands_for_none(tokenizer):
     model = load_model("data:tiny-llama")[0]
-    model.generation_config.eos_token_id, model.config.eos_token_id = torch.tensor([2, 9]), -1
-    assert TokenPolicy(model, tokenizer, stop=np.array([5])).stop == [2, 5, 9]
+    model.generation_config.eos_token_id, model.config.eos_token_id = torch.tensor([2, 9, 99]), -1
+    p = TokenPolicy(model, copy.deepcopy(tokenizer), stop=np.array([5]))
+    assert p.stop == [2, 5, 9]
+    p.tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # of which the model knows nothing
+    check_on_policy(p, p.sample(TASKS, 3, seeded(0, "s")))
+
+
+@pytest.mark.parametrize("when", ["made", "set"])
+def test_layers_that_are_computed_again_have_no_dropout(tokenizer, when):
+    small = dict(ffn_dim=48, word_embed_proj_dim=32, dropout=0.5, layerdrop=0.5)
+    model = AutoModelForCausalLM.from_config(OPTConfig(**SIZE, **small))
+    r = TokenPolicy(copy.deepcopy(model), tokenizer, max_new_tokens=6).sample(TASKS, 3, seeded(0))
+    p, calls = TokenPolicy(model, tokenizer, gradient_checkpointing=when == "made"), []
+    p.gradient_checkpointing, p.model.config.intermediate_size = True, [48, 32]  # one a layer
+    model.model.decoder.layers[0].fc1.register_forward_pre_hook(lambda *_: calls.append(1))
+    logp = p.logp(r)
+    assert (logp - r.old_logp_NS).abs().max() < 1e-5 and p.micro_tokens(r) > 1e3
+    calls.clear()
+    logp.sum().backward()
+    assert calls == [1]
 
 
 def _broken(folder: Path, kind: str):
@@ -438,23 +451,6 @@ def test_models_read_in_several_threads_are_whole():
         read = list(pool.map(lambda _: load_model("data:tiny-llama")[0], range(16)))
     read.append(load_model("data:tiny-llama")[0])
     assert all(m.lm_head.weight is m.model.embed_tokens.weight for m in read)
-
-
-@pytest.mark.parametrize("target", ["all-linear", ["lm_head", "embed_tokens"]], ids=str)  # tied
-@pytest.mark.filterwarnings("ignore:.*(not a linear layer|save_embedding_layers)")
-def test_an_adapter_is_written_in_the_format_of_peft(target, tmp_path):
-    lora = {"r": 4, "target_modules": target}
-    p, base = (TokenPolicy.from_pretrained("data:tiny-llama", lora=o) for o in (lora, None))
-    torch.manual_seed(0)
-    for x in p.parameters():
-        x.data += 0.05 * torch.randn_like(x)
-    p.save_adapter(tmp_path)
-    assert sum(f.stat().st_size for f in tmp_path.iterdir()) < 200_000
-    with warnings.catch_warnings(action="error", category=UserWarning):  # of keys that are missing
-        warnings.filterwarnings("ignore", ".*tied layer")
-        again = TokenPolicy(peft.PeftModel.from_pretrained(base.model, tmp_path), base.tokenizer)
-    ids = torch.tensor([p.encode("<bos>42-25=")])
-    assert torch.equal(again.model(ids).logits, p.model(ids).logits)
 
 
 def test_the_adapter_that_is_trained_is_the_one_that_is_stored(tokenizer, tmp_path):

@@ -171,14 +171,12 @@ class _HeadLogp(torch.autograd.Function):
             if factor != 1:
                 d *= factor
             if need_h:
-                dh[part] = (d.to(weight.dtype) @ weight).to(dh.dtype)
+                dh[part] = d.to(weight.dtype) @ weight
             if need_w:
                 dw.addmm_(d.t(), h.to(d.dtype))
             if need_b:
                 db += d.sum(0)
-        dw = None if dw is None else dw.to(weight.dtype)
-        db = None if db is None else db.to(bias.dtype)
-        return dh, dw, db, None, None, None, None
+        return dh, dw, db, None, None, None, None  # torch gives them the weights' own dtype
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #4beb297c
 class Network:
@@ -203,7 +201,6 @@ class Network:
     def head(self) -> _Head | None:
         "The output layer with its present weights; None if the logits are not those of a linear layer."
         if "head" not in self.found:
-            self.found["head"] = _linear_head(self.model)
             self._check_causal()
         if self.found["head"] is None:
             return None
@@ -245,23 +242,17 @@ def _linear_head(model: nn.Module) -> tuple[float, float | None] | None:
 def run(
     self: Network,
     ids: Tensor,  # (N, S) tokens
-    attend: Tensor,  # (N, cached + S) 1 = a real token
-    positions: Tensor,  # (N, S) place of each token in its row
+    attend: Tensor | None,  # (N, cached + S) 1 = a real token; None: all
+    positions: Tensor | None,  # (N, S) place of each token in its row; None: the model's
     cache=None,  # of what stands before
     use_cache: bool = False,
 ) -> tuple:  # (N, S, D) hidden states (logits of a model with an unusual head), cache
     "Last hidden states of a batch, and the cache if asked for."
     model = self.model if self.head is None else self.model.base_model
-    given = {self.cache: cache} if cache is not None else {}
+    given = {"use_cache": use_cache} | ({} if cache is None else {self.cache: cache})
     low = {"dtype": torch.bfloat16, "enabled": True} if self.autocast else {"enabled": False}
     with torch.autocast(self.device.type, **low):
-        out = model(
-            input_ids=ids,
-            attention_mask=attend,
-            position_ids=positions,
-            use_cache=use_cache,
-            **given,
-        )
+        out = model(input_ids=ids, attention_mask=attend, position_ids=positions, **given)
     hidden = out.logits if model is self.model else out.last_hidden_state
     return hidden, (getattr(out, self.cache) if use_cache else None)
 
@@ -278,10 +269,11 @@ def _is_plain(cache) -> bool:
 def _check_causal(self: Network):
     "A ValueError for a model that cannot be sampled token by token."
     size = self.model.config.get_text_config().vocab_size
-    ids = torch.arange(4, device=self.device)[None] % size
+    ids = torch.arange(4, 8, device=self.device)[None] % size  # no padding token
     at, see = ids.new_tensor, torch.arange(5, device=ids.device).clamp(max=1).expand(3, 5)
     try:
-        want = self.logits(self.run(ids, see[:1, 1:], at([[0, 1, 2, 3]]))[0])[0]
+        self.found["head"] = _linear_head(self.model)
+        want = self.logits(self.run(ids, None, None)[0])[0]  # as the model itself counts places
         two = ids.roll(1).expand(2, 4), see[:2, :4], at([[0, 0, 1, 2]] * 2)
         hidden, cache = self.run(*two, use_cache=True)
         self.found["shares"] = _is_plain(cache)
@@ -478,11 +470,8 @@ def _is_plain_llama(model: nn.Module) -> bool:
     wrapped = hasattr(model, "peft_config")
     if kind not in ("llama", "mistral", "qwen2") or window or wrapped or c.hidden_act != "silu":
         return False
-    linear = []
-    for layer in model.base_model.layers:
-        a, m = layer.self_attn, layer.mlp
-        linear += [a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj]
-    return all(type(x) is nn.Linear for x in linear)
+    parts = model.base_model.layers.named_modules()
+    return all(type(x) is nn.Linear for name, x in parts if name.endswith("_proj"))
 
 # %% ../../nbs/method/02_policies.decoding.ipynb #3de8d075
 @patch

@@ -284,7 +284,8 @@ def _stop_tokens(model: nn.Module, tokenizer) -> list[int]:
         ids = getattr(source, "eos_token_id", None)
         ids = ids.tolist() if hasattr(ids, "tolist") else ids
         found += ids if isinstance(ids, (list, tuple)) else [ids]
-    return [i for i in dict.fromkeys(found) if i is not None and i >= 0]
+    size = model.config.get_text_config().vocab_size
+    return [i for i in dict.fromkeys(found) if i is not None and 0 <= i < size]
 
 # %% ../../nbs/method/02_policies.loading.ipynb #1ef45040
 def add_lora(
@@ -322,7 +323,10 @@ def add_lora(
                 raise ValueError(f"leave out {odd[0]}: all that is trained is sampled and saved.")
             inject_adapter_in_model(config, model)
         except Exception as e:  # peft has many
-            raise ValueError(f"lora: {e}") from None
+            raise ValueError(f"lora: {' '.join(str(e).split())}") from None
+    if options["target_modules"] == "all-linear":  # peft has put what may be experts beside them
+        config = copy.copy(config)
+        config.target_parameters = options.get("target_parameters")
     _check_extras(model, config)
     return model
 
@@ -441,7 +445,7 @@ def _untie(model: nn.Module):
 @torch.no_grad()
 def _check_merged(model: nn.Module, plain: nn.Module):
     device = next(model.parameters()).device
-    ids = torch.arange(4, device=device)[None] % model.config.vocab_size
+    ids = torch.arange(4, device=device)[None] % model.config.get_text_config().vocab_size
     want, got = (m.eval()(ids, attention_mask=torch.ones_like(ids)).logits for m in (model, plain))
     off = float((want - got).abs().max() / want.abs().max())
     if not off < (0.05 if want.itemsize < 4 else 1e-3):

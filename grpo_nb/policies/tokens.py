@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from fastcore.basics import patch
 from fastcore.meta import delegates
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..config import _check_options, _fit_options, one_of
 from ..core import Groups, Rollout, _check_finite, pad_to, seeded
@@ -65,6 +66,8 @@ class TokenPolicy:
         self.lora, self.lora_options = _has_adapters(model), c.lora
         self.source = None  # where `from_pretrained` found it
         self.trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        if c.gradient_checkpointing:
+            _checkpoint_layers(model)
         self.model = model.eval()
         self.network = Network(model, c.autocast)
         self.tokenizer, self._seen = _with_vocabulary(tokenizer), set()
@@ -72,8 +75,6 @@ class TokenPolicy:
         self.stop = sorted(self.own_stop | {*_stop_ids(stop, model, tokenizer)})
         if c.chat is None:
             self.chat = bool(getattr(tokenizer, "chat_template", None))
-        if c.gradient_checkpointing:
-            _checkpoint_layers(model)
         self.shard_told, self.sharded = c.shard, False
         self.shard_asked = _asks_for_shards(c.shard, engine, self.lora)
         self.engine = _open_engine(engine)
@@ -129,9 +130,20 @@ def _stop_ids(stop: int | str | list | None, model, tokenizer) -> list[int]:
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #4d088c74
 def _checkpoint_layers(model: nn.Module):
-    "Let transformers keep only what enters a layer; its name for that has changed in 5.x."
-    name = "activation_checkpointing_enable"
-    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")()
+    "Let transformers keep only what enters a layer, in the next pass with gradients."
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if not model.supports_gradient_checkpointing:
+        raise ValueError(f"{type(model).__name__} cannot be trained with gradient_checkpointing.")
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.gradient_checkpointing = layer.training = True
+            layer._gradient_checkpointing_func = functools.partial(_without_dropout, layer)
+
+
+def _without_dropout(layer: nn.Module, forward: Callable, *args):
+    layer.training = False  # which transformers asks for, but only to get here
+    return checkpoint(forward, *args, use_reentrant=False)
 
 
 def _asks_for_shards(shard: bool | None, engine: Any, lora: Any) -> bool:
@@ -153,18 +165,15 @@ def _checked_options(stop: Any = None, engine: Any = None, **options) -> PolicyC
     return config
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #c7a9ab24
-_ENGINES = {"vllm": ("grpo_nb.integrations.vllm", "VLLM")}  # imported when asked for
-
-
 def _open_engine(engine: Any):
     "The engine of {kind: vllm, url: ...}, once it answers; an engine or None as they are."
     if engine is None or hasattr(engine, "attach"):
         return engine
     if not isinstance(engine, Mapping):
         raise ValueError(f"engine is a mapping {{kind: vllm, url: ...}} or null, got {engine!r}.")
-    module, name = _ENGINES[one_of("policy.engine.kind", engine.get("kind"), _ENGINES)]
+    one_of("policy.engine.kind", engine.get("kind"), ["vllm"])
     options = {k: v for k, v in engine.items() if k != "kind"}
-    made = getattr(importlib.import_module(module), name)(**options)
+    made = importlib.import_module("grpo_nb.integrations.vllm").VLLM(**options)
     made.wait()
     return made
 
@@ -200,13 +209,7 @@ def from_pretrained(
     device: str = "auto",  # where the model lives: cuda, mps or cpu, the first there is
     **kwargs,  # further arguments of TokenPolicy
 ) -> TokenPolicy:
-    """Load model and tokenizer, see `load_model`.
-
-    `policy = TokenPolicy.from_pretrained("folder", max_new_tokens=128, temperature=0.8, lora={"r": 8})`
-
-    By default 64 new tokens (the longest completion, in tokens), temperature 1 (> 0), all tokens (top_k 0, top_p 1), weights in fp32 and
-    all of them trained, on the first of cuda, mps, cpu. ValueError for an unknown option, a number out of range, or a source that is no model.
-    """
+    "Load model and tokenizer, see `load_model`; the options and their defaults are those of `PolicyConfig`."
     _checked_options(**kwargs)
     engine = _open_engine(kwargs.pop("engine", None))  # a server that is not there is told first
     policy = cls(*load_model(source, dtype, device), engine=engine, **kwargs)
@@ -270,7 +273,8 @@ def settings(self: TokenPolicy) -> dict:
 def micro_tokens(self: TokenPolicy, rollout: Rollout) -> int:
     "Completion tokens per backward pass: activations take four times the weights, or 1 GiB if that is more."
     c, p = self.model.config.get_text_config(), next(self.model.parameters())
-    wide = 14 * c.hidden_size + 4 * (getattr(c, "intermediate_size", None) or 4 * c.hidden_size)
+    inner = getattr(c, "intermediate_size", None) or 4 * c.hidden_size
+    wide = 14 * c.hidden_size + 4 * int(torch.tensor(inner).max())  # one number, or one a layer
     room = max(2**30, 4 * sum(x.numel() * x.element_size() for x in self.model.parameters()))
     tokens = room // (c.num_hidden_layers * wide * p.element_size())
     steps = int(rollout.mask_NS.sum())
@@ -460,10 +464,11 @@ def _check_ids(self: TokenPolicy, prompt, ids: list[int]):
         raise ValueError(
             f"The prompt {prompt!r:.40} has token {max(ids)}, the model has {size}: is the tokenizer another model's?"
         )
-    limits = {"the model's": getattr(self.model.config, "max_position_embeddings", None)}
-    limits["the server's"] = getattr(self.engine, "limit", None)
+    config = self.model.config.get_text_config()
+    own = getattr(config, "max_position_embeddings", getattr(config, "max_seq_len", None))
+    limits = {"the model's": own, "the server's": getattr(self.engine, "limit", None)}
     for whose, limit in limits.items():
-        if limit and len(ids) + self.max_new_tokens > limit:
+        if 0 < (limit or 0) < len(ids) + self.max_new_tokens:
             raise ValueError(
                 f"{len(ids)} prompt tokens + {self.max_new_tokens} new tokens exceed {whose} {limit} positions. Shorten the "
                 "prompt or lower max_new_tokens."
@@ -488,8 +493,8 @@ def decode(
 @patch
 def _padding(self: TokenPolicy) -> int:
     "What stands after a completion."
-    pad = self.tokenizer.pad_token_id
-    return self.stop[0] if pad is None and self.stop else pad or 0
+    pad, ids = self.tokenizer.pad_token_id, range(self.model.config.get_text_config().vocab_size)
+    return pad if pad in ids else min(self.stop, default=0)
 
 
 def _prompt_seeds(generator: torch.Generator, n: int) -> list[int]:
@@ -676,12 +681,11 @@ def _length_buckets(length_N: Tensor, min_rows: int = 64) -> list[Tensor]:
     "Rows sorted by length, in buckets of similar length."
     order = torch.argsort(length_N, stable=True)
     starts = (length_N[order].diff() > 0).nonzero()[:, 0] + 1
-    cuts, last = [], 0
+    cuts = [0]
     for start in starts.tolist():
-        if start - last >= min_rows and len(order) - start >= min_rows:
+        if min(start - cuts[-1], len(order) - start) >= min_rows:
             cuts.append(start)
-            last = start
-    return list(torch.tensor_split(order, cuts))
+    return list(torch.tensor_split(order, cuts[1:]))
 
 # %% ../../nbs/method/03_policies.tokens.ipynb #ab51eaf6
 @patch
@@ -754,9 +758,6 @@ def _scored(self: TokenPolicy, r: Rollout, entropy: bool) -> tuple[Tensor, ...]:
     "Log-probs, and entropies if asked, from one pass."
     self.model.eval()
     plain = torch.is_grad_enabled() and (self.gradient_checkpointing or self.sharded)
-    for layer in self.model.modules() if plain and self.gradient_checkpointing else ():
-        if hasattr(layer, "_gradient_checkpointing_func"):
-            layer.training = True  # this flag alone: what is inside has no dropout
     width = max(1, int(r.lengths_N.max()))
     ids_NS = r.states["completion_ids"][:, :width].to(self.device)
     mask_NS = r.mask_NS[:, :width].to(self.device)
@@ -767,7 +768,9 @@ def _scored(self: TokenPolicy, r: Rollout, entropy: bool) -> tuple[Tensor, ...]:
     prompts = r.states["prompt_ids"]
     if several and not torch.equal(prompts[first_P][index_N], prompts):
         raise ValueError("A group holds different prompts: one group is one draw of one task.")
-    share = self.share_prefix and several and self.network._shares_cache and not plain
+    share = self.network._shares_cache and self.share_prefix and several and not plain
+    if plain and self.gradient_checkpointing:  # after that first look at the model
+        _checkpoint_layers(self.model)
     hidden = self._hidden_shared if share else self._hidden_dense
     hidden_T = hidden(r, first_P, index_N.to(self.device), ids_NS, mask_NS)
     scores = self._token_scores(hidden_T, ids_NS[mask_NS], entropy)
