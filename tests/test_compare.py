@@ -394,7 +394,7 @@ def test_reports_escape_what_they_draw(tmp_path):
     study = contest(arms, seeds=range(2), budget=Steps(3), eval_every=Steps(1), dir=tmp_path / "d")
     assert "<i>" not in study.table()._repr_html_()
     page = study.report(tmp_path / "r.html", r"$\frac$<i>{{ 3 }}").read_text()
-    assert "<i>" not in page and "{{ 3 }}" in page and r"$\frac$" in page
+    assert "<i>" not in page and "{{ 3 }}" in page and r"$\frac$" in page and study.profile().png()
     shown = study.plot().axes[0].get_legend().get_lines()
     assert len({(x.get_color(), x.get_linestyle()) for x in shown}) == len(odd)
 

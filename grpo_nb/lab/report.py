@@ -340,7 +340,7 @@ def profile(
         right.plot(row["better"], i, "o", color=look["color"])
     left.set(xlabel=_label_of(table.metric), ylabel="share that scores more", ylim=(0, 1.02))
     right.axvline(0.5, color="0.6", lw=0.8)
-    right.set(xlabel=f"P({table.direction} than {table.baseline})", xlim=(-0.02, 1.02))
+    right.set(xlabel=_label_of(f"P({table.direction} than {table.baseline})"), xlim=(-0.02, 1.02))
     right.set(yticks=range(len(by)), yticklabels=map(_label_of, by), ylim=(len(by) - 0.5, -0.5))
     left.legend(fontsize=9)
     return figure

@@ -22,7 +22,7 @@ from ..core import weighted_sum
 from ..files import _path, read_jsonl
 from ..filter_groups import expected_gen_batches, varies
 from .logs import read_trl, _trainer_states
-from .plots import COLORS, make_figure
+from .plots import COLORS, _label_of, make_figure
 from .record import Run, _is_run
 
 # %% ../../nbs/lab/03_what_if.ipynb #1142788d
@@ -244,7 +244,7 @@ def plot(self: WhatIf):  # figure
     other = np.sign(a.round(6)) != np.sign(b.round(6))
     left.plot(a[~other], b[~other], "o", ms=4, alpha=0.4, color=COLORS[0], mew=0)
     left.plot(a[other], b[other], "o", ms=4, alpha=0.7, color=COLORS[1], mew=0)
-    left.set(xlabel=f"advantage, {x}", ylabel=f"advantage, {y}")
+    left.set(xlabel=_label_of(f"advantage, {x}"), ylabel=_label_of(f"advantage, {y}"))
     left.set(xlim=(-limit, limit), ylim=(-limit, limit))
     left.set_title(f"{other.mean():.0%} of the samples change sign", fontsize=9)
     share = self.filtering()
@@ -253,6 +253,6 @@ def plot(self: WhatIf):  # figure
     for name, color in zip(states, (COLORS[2], COLORS[5], COLORS[1])):
         right.bar(states.index, states[name], 1.0, below[name], label=name, color=color)
     right.set(xlabel="step", ylabel="share of groups", ylim=(0, 1))
-    right.set_title(f"groups by {self.metric}", fontsize=9)
+    right.set_title(_label_of(f"groups by {self.metric}"), fontsize=9)
     right.legend(fontsize=8, loc="lower right")
     return fig
