@@ -118,7 +118,8 @@ def _wind_up(trainer: GRPO, before: Scores | None) -> None:
         say(_score_table({"before": before, "after": after}))
     if run is None:
         if getattr(trainer.policy, "sharded", False) and trainer.session.setting("run").dir:
-            trainer.policy.save_pretrained("")  # the first process writes, all put parts together
+            # the first process writes, all put parts together
+            trainer.policy.save_pretrained(trainer.session.folder / "policy")
         return
     plot_run(run).savefig(run.dir / "plots.png", dpi=100)
     if saves := hasattr(trainer.policy, "save_pretrained"):  # a diffusion policy has checkpoints

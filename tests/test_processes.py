@@ -18,6 +18,7 @@ import torch
 from resumed import check_resume, every, is_timing
 from torch.distributed import run as torchrun
 
+from grpo_nb import cli
 from grpo_nb.all import ADVANTAGES, GRPO, GRPOConfig, Rollout, TokenPolicy
 from grpo_nb.all import reward_function, seeded
 from grpo_nb.cli import main
@@ -220,6 +221,7 @@ def two_ranks(folder):
     for name, options in SHARDED.items():
         jobs[name] = functools.partial(train_tokens, str(folder / name), **options)
     jobs |= {"resume shards": functools.partial(resume_shards, str(folder / "shards"))}
+    jobs |= {"command": functools.partial(command_with_shards, str(folder))}
     both = [forked.start(folder / f"{r}.out", run_jobs, r, jobs, str(folder)) for r in range(2)]
     assert [p.join() or p.exitcode for p in both] == [0, 0], (folder / "0.out").read_text()
     found = [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(2)]
@@ -380,6 +382,19 @@ def test_a_sharded_run_goes_on_bit_for_bit_and_on_one_process(two_ranks, folder)
     parts = {"policy": token_policy(False), "tasks": TEXTS, "eval_tasks": TEXTS}
     alone = GRPO.load(folder / "shards", rewards={"digits": digits}, **parts)
     assert numbers(alone.step()) == pytest.approx(want, rel=1e-3, abs=1e-6)
+
+
+def command_with_shards(folder):
+    keys = f"run.dir={folder}/run", "steps=1", "policy.shard=true"
+    return cli.train(RECIPE, [*SMALL, *keys]).step_done
+
+
+def test_a_command_with_shards_ends_with_the_whole_policy_on_the_disk(two_ranks, folder):
+    assert two_ranks["command"] == [1, 1], two_ranks["command"]
+    state = Run.open(folder / "run").status["state"]
+    trained = TokenPolicy.from_pretrained(folder / "run" / "policy").state_dict()
+    before = token_policy(False).state_dict()
+    assert state == "finished" and any(not torch.equal(x, before[k]) for k, x in trained.items())
 
 
 # launched: what is printed and written once, interrupts, a process that is killed, and launches that are refused
