@@ -200,7 +200,7 @@ def load(cls: Study, path: str | Path) -> "Study":
         study = cls(tree["spec"], tree["runs"], *more)
         if tree["format"] != 1 or not {"metric", "seeds"} <= study.spec.keys():
             raise ValueError
-        repr(study), study.frame(), study.curves(), study.tuned and study.tuning()  # all there
+        repr(study), _frame(study.runs, study.tuned), study.curves()  # all that is needed is there
     except OSError as e:
         raise ValueError(f"No stored study at {path}: {e.strerror}.") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
