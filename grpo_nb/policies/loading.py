@@ -324,10 +324,7 @@ def add_lora(
             inject_adapter_in_model(config, model)
         except Exception as e:  # peft has many
             raise ValueError(f"lora: {' '.join(str(e).split())}") from None
-    if options["target_modules"] == "all-linear":  # peft has put what may be experts beside them
-        config = copy.copy(config)
-        config.target_parameters = options.get("target_parameters")
-    _check_extras(model, config)
+    _check_extras(model, config, options)
     return model
 
 # %% ../../nbs/method/02_policies.loading.ipynb #d007d0b1
@@ -347,11 +344,12 @@ def _has_adapters(model: nn.Module) -> bool:
     return bool(found)
 
 # %% ../../nbs/method/02_policies.loading.ipynb #92fd73d2
-def _check_extras(model: nn.Module, config):
+def _check_extras(model: nn.Module, config, options: dict):
     "Refuse options that found nothing to train."
     saved = config.modules_to_save or ()
     asked = {f"modules_to_save={m!r}": f"{m}.modules_to_save." for m in saved}
-    for m in getattr(config, "target_parameters", None) or ():
+    told = options if options["target_modules"] == "all-linear" else vars(config)  # without peft's
+    for m in told.get("target_parameters") or ():
         asked[f"target_parameters={m!r}"] = f"parameter {m.rpartition('.')[2]}."
     if config.bias != "none":
         asked[f"bias={config.bias!r}"] = ".bias"
