@@ -142,7 +142,7 @@ def _checkpoint_layers(model: nn.Module):
 
 
 def _without_dropout(layer: nn.Module, forward: Callable, *args):
-    layer.training = False  # which transformers asks for, but only to get here
+    layer.eval()  # with layers inside; transformers asks for training only to get here
     return checkpoint(forward, *args, use_reentrant=False)
 
 
