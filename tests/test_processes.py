@@ -385,12 +385,15 @@ def test_a_sharded_run_goes_on_bit_for_bit_and_on_one_process(two_ranks, folder)
 
 
 def command_with_shards(folder):
-    keys = f"run.dir={folder}/run", "steps=1", "policy.shard=true"
-    return cli.train(RECIPE, [*SMALL, *keys]).step_done
+    "One step, and one more in the same run."
+    keys = f"run.dir={folder}/run", "run.if_exists=resume", "policy.shard=true"
+    return [cli.train(RECIPE, [*SMALL, *keys, f"steps={n}"]).step_done for n in (1, 2)]
 
 
-def test_a_command_with_shards_ends_with_the_whole_policy_on_the_disk(two_ranks, folder):
-    assert two_ranks["command"] == [1, 1], two_ranks["command"]
+def test_a_command_with_shards_goes_on_and_ends_with_the_whole_policy_on_the_disk(
+    two_ranks, folder
+):
+    assert two_ranks["command"] == [[1, 2]] * 2, two_ranks["command"]
     state = Run.open(folder / "run").status["state"]
     trained = TokenPolicy.from_pretrained(folder / "run" / "policy").state_dict()
     before = token_policy(False).state_dict()

@@ -108,6 +108,7 @@ class _Session:
         trainer.session = self
         self.trainer, self.home = trainer, Path.cwd()  # a relative run.dir is one of this folder
         self.run = None  # the record, open for writing
+        self.claimed = None  # one that is being laid out
         self.resumed_run = None  # run directory that a loaded checkpoint belongs to
         self.closed = False  # the record
         self.saved_at = time.monotonic()  # the last checkpoint
@@ -572,8 +573,8 @@ def _logged(run: Run):
 
 # %% ../../nbs/lab/02_session.ipynb #051e7a55
 @patch
-def _load_newest(self: _Session, root: Path) -> Mapping | None:  # the state
-    "Load the newest checkpoint of a run that goes on; refuse what would lose rows."
+def _newest_state(self: _Session, root: Path) -> Mapping | None:
+    "The newest checkpoint of a run that goes on; refuse what would lose rows, or fits no part."
     if n := self.trainer.step_done:
         raise ValueError(
             f"This trainer has done {n} steps that are not those of the run in {str(root.parent)!r}. Continue that run with "
@@ -584,8 +585,7 @@ def _load_newest(self: _Session, root: Path) -> Mapping | None:  # the state
         _warn_of_versions(found)
         state = read_state(found, make_task=Task)
         _check_same_parts(state["trainer"], self.trainer, [*self.trainer.given])
-        self.trainer.load_state_dict(state)
-        self.saved_step = self.trainer.step_done
+        self.trainer._check_state(state)
         return state
     if any(root.glob("step_*")):
         raise CheckpointError(
@@ -599,10 +599,16 @@ def _load_newest(self: _Session, root: Path) -> Mapping | None:  # the state
 @patch
 def open_run(self: GRPO):
     "Make the run directory, or go on with the one that is there; nothing if the configuration names none."
-    state, rows = of_first(self.session._open_run)  # one record for all processes
-    if state is not None and place()[0]:
-        self.load_state_dict(state)
-    if rows is not None and place()[0] and rows.exists():
+    session = self.session
+    again, state = of_first(session._claim_run)  # one record for all processes
+    if again is None:
+        return
+    with session.claimed._laid_out() if session.claimed else contextlib.nullcontext():
+        if state is not None:
+            self.load_state_dict(state)  # by all of them: they cut sharded weights together
+            session.saved_step = self.step_done
+        rows = of_first(lambda: session._lay_out_run(again))
+    if again and place()[0] and rows.exists():
         self.history = History(rows)
 
 
@@ -615,7 +621,7 @@ def _note_changes(self: _Session):
 
 
 @patch
-def _open_run(self: _Session) -> tuple:  # the state that was loaded, the file of a run that goes on
+def _claim_run(self: _Session) -> tuple:  # whether a run goes on (None: nothing to open), its state
     trainer, state, c = self.trainer, None, self.setting("run")
     if self.run is not None and self.closed:
         self.resumed_run, self.run = self.run.dir, None
@@ -629,25 +635,32 @@ def _open_run(self: _Session) -> tuple:  # the state that was loaded, the file o
         tree["run"] = Run.open(folder).config.get("run", tree.get("run"))
     how = "resume" if again else c.if_exists, c.wandb, c.tensorboard
     # from here on nobody else writes
-    run = Run.create(folder, tree, c.name, *how, _part_facts(trainer))
+    self.claimed = run = Run.create(folder, tree, c.name, *how, _part_facts(trainer))
     with run._laid_out():
         if again and self.resumed_run is None:
-            state = self._load_newest(folder / "checkpoints")
-        _sweep(run.dir / "checkpoints")
-        if again:
-            run.truncate_after(trainer.step_done)
+            state = self._newest_state(folder / "checkpoints")
     if run.dir != folder:
         say(f"{folder} holds a run, so this one is {run.dir}; run.if_exists=resume continues it.")
-    self.run, self.closed = run, False
+    return again, state
+
+
+@patch
+def _lay_out_run(self: _Session, again: bool) -> Path:  # its rows
+    "Rows and checkpoints are those of the step where training goes on."
+    trainer, run = self.trainer, self.claimed
+    _sweep(run.dir / "checkpoints")
+    rows = run.dir / "metrics.jsonl"
     if again:
-        trainer.history = History(run.dir / "metrics.jsonl")
+        run.truncate_after(trainer.step_done)
+        trainer.history = History(rows)
         if (n := len(trainer.history)) < trainer.step_done:
             run.warn("missing_rows", f"its metrics have {n} rows of {trainer.step_done} steps")
     else:
         for row in trainer.history:  # steps that were done before
             run.log(row["step"], row)
-        trainer.history.file = run.dir / "metrics.jsonl"
-    return state, run.dir / "metrics.jsonl" if again else None
+        trainer.history.file = rows
+    self.run, self.claimed, self.closed = run, None, False
+    return rows
 
 # %% ../../nbs/lab/02_session.ipynb #743ec49a
 @patch
