@@ -436,9 +436,8 @@ def _drop_gradients(policy):
 def _step(c, policy, optimizer, out, mask_NS, part):
     "Sum over the processes, clip and step; a loss or gradient that is not finite is dropped and counted."
     params, row = list(policy.parameters()), out.rows[-1]
-    reached = zip(
-        *gather([p.grad is not None for p in params])
-    )  # else AdamW would decay the others
+    # a weight that the loss reaches on no process keeps no gradient: zeros would let AdamW decay it
+    reached = zip(*gather([p.grad is not None for p in params]))
     params = [p for p, by in zip(params, reached) if any(by)] or params
     for p in params:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad

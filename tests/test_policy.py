@@ -453,6 +453,20 @@ def test_models_read_in_several_threads_are_whole():
     assert all(m.lm_head.weight is m.model.embed_tokens.weight for m in read)
 
 
+@pytest.mark.filterwarnings("ignore:.*(not a linear layer|save_embedding_layers)")
+def test_an_adapter_is_written_in_the_format_of_peft(tmp_path):
+    p, base = (TokenPolicy.from_pretrained("data:tiny-llama", lora=o) for o in ({"r": 4}, None))
+    torch.manual_seed(0)
+    for x in p.parameters():
+        x.data += 0.05 * torch.randn_like(x)
+    p.save_adapter(tmp_path)
+    with warnings.catch_warnings(action="error", category=UserWarning):  # of keys that are missing
+        warnings.filterwarnings("ignore", ".*tied layer")
+        again = TokenPolicy(peft.PeftModel.from_pretrained(base.model, tmp_path), base.tokenizer)
+    ids = torch.tensor([p.encode("<bos>42-25=")])
+    assert torch.equal(again.model(ids).logits, p.model(ids).logits)
+
+
 def test_the_adapter_that_is_trained_is_the_one_that_is_stored(tokenizer, tmp_path):
     lora = lambda r, part: peft.LoraConfig(r=r, target_modules=[part])
     wrapped = peft.get_peft_model(load_model("data:tiny-llama")[0], lora(8, "q_proj"), "first")
