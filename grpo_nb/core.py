@@ -369,8 +369,8 @@ class Rollout:
 
     @property
     def taken_N(self) -> Tensor:
-        "Samples with at least one step: not those that were rejected or are empty."
-        return self.mask_NS.bool().any(1)
+        "Samples with at least one step: not those that were rejected or are empty. All, if none can have one."
+        return self.mask_NS.bool().any(1) | (self.mask_NS.shape[1] == 0)
 
     @property
     def lengths_N(self) -> Tensor:

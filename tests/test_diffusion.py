@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -32,22 +32,19 @@ SAMPLERS = {
 
 
 class Net(nn.Module):
-    def __init__(self, frames=4, dtype=torch.float32, dropout=0.0):
+    def __init__(self, frames=4, dtype=torch.float32):
         super().__init__()
         self.inner = nn.Linear(frames * 2 + 4, 16, dtype=dtype)
         self.outer = nn.Linear(16, frames * 2, dtype=dtype)
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x, time, condition, frames=None):
         x_in = x if frames is None else x * frames[:, :, None]
         h = torch.cat([x_in.flatten(1), time[:, None] / 10, condition], 1).to(x.dtype)
-        return self.outer(self.dropout(torch.tanh(self.inner(h)))).view_as(x)
+        return self.outer(torch.tanh(self.inner(h))).view_as(x)
 
 
-def make(sampler="ddpm", seed=0, frames=4, dtype=torch.float32, dropout=0.0, **kw):
-    sampler = SAMPLERS[sampler] if isinstance(sampler, str) else sampler
-    net = _new_model(Net, seed, frames=frames, dtype=dtype, dropout=dropout)
-    return DiffusionPolicy(net, sampler, (frames, 2), "goal", **kw)
+def make(sampler="ddpm", dtype=torch.float32, **kw):
+    return DiffusionPolicy(_new_model(Net, 0, dtype=dtype), SAMPLERS[sampler], (4, 2), "goal", **kw)
 
 
 TASKS = [Task(f"task {i}", {"goal": [0.5 * i, 1.0, -1.0], "frames": 4 - i}) for i in range(3)]
@@ -82,12 +79,13 @@ def test_gradient_agrees_with_finite_differences(name, reduce):
             assert g.view(-1)[i].item() == pytest.approx(want, rel=1e-5, abs=1e-6)
 
 
-@given(st.integers(1, 60), st.floats(1.0, 5.0))
+@given(st.integers(1, 60), st.floats(0.01, 5.0))
+@example(10, 0.3)  # where 1 + (0.3 - 1) is not 0.3
 @settings(max_examples=30)
 def test_flow_samplers_run_from_one_to_zero(steps, shift):
     s = flow_sampler(steps, shift=shift)
     assert s.level_T[0] == 1 and s.next_T[-1] == 0 and s.level_T[1:] == s.next_T[:-1]
-    assert s.std_T.isfinite().all() and (s.std_T[:-1] > 0).all() and s.std_T[-1] == 0
+    assert s.std_T.max() < 100 and (s.std_T[:-1] > 0).all() and s.std_T[-1] == 0
 
 
 def test_padding_cannot_leak_and_lengths_weigh_fairly():
@@ -108,21 +106,23 @@ def test_padding_cannot_leak_and_lengths_weigh_fairly():
 
 def test_the_trainer_needs_nothing_special(tmp_path):
     config = build_config(GRPOConfig, motion_config(0, 8, 3e-4, 8, 8, num_epochs=2))
-    config.run.dir = str(tmp_path / "run")
+    config.run.dir, config.eval.greedy = str(tmp_path / "run"), True
     policy, tasks = reach_policy(0, steps=300), reach_tasks(512, seeded(0, "train"))
     trainer = GRPO(policy, tasks, {"reach": reach}, config, reach_tasks(64, seeded(0, "held out")))
     before = trainer.evaluate(samples=4).values["sampled"][0]
     trainer.fit()
-    assert trainer.evaluate(samples=4).values["sampled"][0] > before + 0.03
+    after = trainer.evaluate(samples=4).values
+    assert after["sampled"][0] > before + 0.03 and after["greedy"][0] > before
     rollout, values, _ = trainer.last
     assert _completion_metrics(rollout)["completions/mean_length"] == 9
     table = sample_table(rollout, values)
     assert table["prompt"][0].startswith("reach (") and len(table["completion"]) == len(rollout)
-    assert all(r["upd/first_logp_diff"] < 1e-4 for r in trainer.history)
-    assert all(r["updates_per_rollout"] == 2 for r in trainer.history)
+    rows = trainer.history
+    assert all(r["upd/first_logp_diff"] < 1e-4 and r["updates_per_rollout"] == 2 for r in rows)
     trainer.close()
     said, facts = trainer.run.config["policy"]["model"], policy.settings()
     assert all(f"{k} {v}" in said for k, v in facts.items()) and facts["scheme"] == "ddpm"
+    assert make("flow").settings() != make("flow_shifted").settings()
     parts = {"policy": policy, "tasks": tasks, "rewards": reach, "eval_tasks": trainer.eval_tasks}
     assert GRPO.load(trainer.run.dir, **parts).step_done == 8
 

@@ -76,7 +76,7 @@ class Stream:
         return self.rows[:n]
 
 
-PATHS = DiffusionPolicy(torch.nn.Linear(2, 2), ddim_sampler(2), shape=(2,))
+PATHS = DiffusionPolicy(torch.nn.Bilinear(2, 1, 2), ddim_sampler(2), shape=(2,))
 REFUSED, TOLD, USED = "refused", "told", "used"
 KEYS = [
     ("policy.temperature", 1.0, {}, REFUSED),  # the default, said aloud

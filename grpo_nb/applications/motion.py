@@ -118,9 +118,7 @@ def _denoising_loss(
     more = {} if frames is None else {"frames": frames}
     guess = model(a * clean + b * noise, time, condition, **more)
     error = (guess - targets[sampler.prediction]).square()
-    if frames is None:
-        return error.mean()
-    return error[frames.view(len(error), -1, *[1] * (error.ndim - 2)).expand_as(error)].mean()
+    return (error if frames is None else error[frames]).mean()
 
 # %% ../../nbs/applications/motion.ipynb #a6f4ffaa
 def pretrain(

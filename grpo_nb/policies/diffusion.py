@@ -7,6 +7,7 @@ __all__ = ['effective_clip', 'DiffusionPolicy']
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #2bf596a4
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from copy import copy as shallow_copy
 from copy import deepcopy
@@ -15,34 +16,39 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..config import one_of
+from ..config import check_call, one_of
 from ..core import Rollout, _check_finite
 from .samplers import Sampler, per_row, _wide_dtype
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #1fddf597
-def _over_dims(x: Tensor, valid: Tensor | None, reduce: str = "sum") -> Tensor:
-    "(B,) float64: sum or mean over the valid numbers of each step."
-    dims = tuple(range(1, x.ndim))
-    x = x if valid is None else torch.where(valid, x, 0.0)
-    total = x.sum(dims, dtype=_wide_dtype(x.device))
+def _cut(x: Tensor, frames_BF: Tensor | None) -> Tensor:
+    "`x` (B, F, ...) with 0 in the frames that are padding."
+    if frames_BF is None:
+        return x
+    return torch.where(frames_BF.view(*frames_BF.shape, *[1] * (x.ndim - 2)), x, 0.0)
+
+
+def _over_dims(x: Tensor, frames_BF: Tensor | None, reduce: str = "sum") -> Tensor:
+    "(B,) float64: sum or mean over the numbers of each step."
+    total = _cut(x, frames_BF).sum(tuple(range(1, x.ndim)), dtype=_wide_dtype(x.device))
     if reduce != "mean":
         return total
-    return total / (x[0].numel() if valid is None else valid.expand_as(x).sum(dims).clamp(min=1))
+    return total / (x[0].numel() if frames_BF is None else frames_BF.sum(1) * x[0, 0].numel())
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #78bd70ae
 def _gaussian_logp(
-    y: Tensor, mean: Tensor, std: Tensor, valid: Tensor | None = None, reduce: str = "sum"
+    y: Tensor, mean: Tensor, std: Tensor, frames: Tensor | None = None, reduce: str = "sum"
 ) -> Tensor:
-    "(B,) float64 log-density (nats) of each step, summed over its valid numbers, or their mean."
+    "(B,) float64 log-density (nats) of each step, summed over its numbers, or their mean."
     z = (y - mean) / per_row(std, mean)
     constant = per_row(std.log() + 0.5 * math.log(2 * math.pi), mean)
-    return _over_dims(-0.5 * z * z - constant, valid, reduce)
+    return _over_dims(-0.5 * z * z - constant, frames, reduce)
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #1744b1a0
-def _gaussian_kl(mean: Tensor, other_mean: Tensor, std: Tensor, valid: Tensor | None = None):
+def _gaussian_kl(mean: Tensor, other_mean: Tensor, std: Tensor, frames: Tensor | None = None):
     "Exact KL (B,) in nats of two Gaussians with the same deviation; the same in both directions."
     z = (mean - other_mean) / per_row(std, mean)
-    return _over_dims(0.5 * z * z, valid)
+    return _over_dims(0.5 * z * z, frames)
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #d7e4b16b
 def effective_clip(
@@ -52,11 +58,8 @@ def effective_clip(
 ) -> dict[str, float]:  # the width as a true ratio, and per number
     "What a clip range means for the density of a step and for one of its numbers."
     per_dim = math.log1p(width) / dims if reduce == "sum" else math.log1p(width)
-    total = per_dim * dims
-    return {
-        "true_ratio": math.exp(total) if total < 709 else math.inf,
-        "width_per_dim": math.expm1(per_dim),
-    }
+    ratio = math.exp(per_dim * dims) if per_dim * dims < 709 else math.inf
+    return {"true_ratio": ratio, "width_per_dim": math.expm1(per_dim)}
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #63a04bc3
 _TRAJECTORY_LIMIT = 1000  # largest D * S for which one ratio per trajectory is accepted
@@ -129,6 +132,7 @@ def copy(self: DiffusionPolicy) -> DiffusionPolicy:
 def settings(self: DiffusionPolicy) -> dict:
     "How it samples, for the record."
     s, own = self.sampler, {k: getattr(self, k) for k in ("shape", "reduce")}
+    own["schedule"] = f"{zlib.crc32(repr((s.time_T, s.level_T, s.next_T)).encode()):08x}"
     return {"scheme": s.scheme, "steps": len(s), "noise": s.noise, "prediction": s.prediction} | own
 
 
@@ -149,6 +153,8 @@ def _check(self: DiffusionPolicy):
     "Refuse settings that cannot train."
     s, steps = self.sampler, len(self.noisy_steps)
     one_of("reduce", self.reduce, ("sum", "mean", "trajectory"))
+    given = ["x", "time", "condition"][: 3 if self.condition is not None else 2]
+    check_call(self.model.forward, "The denoiser", given, ["frames"] if self.lengths else ())
     if not steps:
         raise ValueError(
             f"No step of the sampler has noise ({s.scheme}, noise={s.noise}): a deterministic chain has no log-probabilities, so "
@@ -169,7 +175,10 @@ def _denoise(self: DiffusionPolicy, x, step_B, condition_B=None, frames_BF=None)
     time_B = self.sampler.table(self.sampler.time_T, step_B).to(x.dtype)
     given = [x.to(own), time_B] if condition_B is None else [x.to(own), time_B, condition_B]
     more = {} if frames_BF is None else {"frames": frames_BF}
-    return self.model(*given, **more).to(x.dtype)
+    output = self.model(*given, **more)
+    if (got := getattr(output, "shape", type(output).__name__)) != x.shape:
+        raise ValueError(f"{type(self.model).__name__} must return {tuple(x.shape)}, got {got}.")
+    return output.to(x.dtype)
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #3036a395
 @patch
@@ -177,16 +186,23 @@ def _conditions(self: DiffusionPolicy, tasks: list) -> Tensor | None:
     "The condition (P, ...) of each task, from its column or by the policy's function."
     if self.condition is None:
         return None
-    if callable(self.condition):
-        return torch.as_tensor(self.condition(tasks)).detach()
-    return torch.tensor(_column(tasks, self.condition), dtype=torch.float32)
+    if not callable(self.condition):
+        return _column(tasks, self.condition)
+    rows = torch.as_tensor(self.condition(tasks)).detach()
+    if len(rows) != len(tasks):
+        raise ValueError(f"The condition has {len(rows)} rows for {len(tasks)} tasks.")
+    return rows
 
 
-def _column(tasks: list, name: str) -> list:
+def _column(tasks: list, name: str) -> Tensor:
+    "The numbers (P, ...) of a column, float32."
     missing = [i for i, t in enumerate(tasks) if name not in t.columns]
     if missing:
         raise ValueError(f"Task {missing[0]} and {len(missing) - 1} more have no column {name!r}.")
-    return [t.columns[name] for t in tasks]
+    try:
+        return torch.stack([torch.as_tensor(t.columns[name], dtype=torch.float32) for t in tasks])
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise ValueError(f"Column {name!r} must hold numbers of one shape: {e}.") from None
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #cfe0b70e
 @patch
@@ -194,18 +210,10 @@ def _frame_masks(self: DiffusionPolicy, tasks: list) -> Tensor | None:
     "Which frames of each task are not padding (P, F)."
     if self.lengths is None:
         return None
-    length_P = torch.tensor(_column(tasks, self.lengths)).long()
-    if length_P.min() < 1 or length_P.max() > self.shape[0]:
+    length_P = _column(tasks, self.lengths)
+    if not torch.isin(length_P, torch.arange(1, self.shape[0] + 1)).all():
         raise ValueError(f"Lengths lie between 1 and {self.shape[0]}, got {length_P.tolist()}.")
     return torch.arange(self.shape[0]) < length_P[:, None]
-
-# %% ../../nbs/method/03_policies.diffusion.ipynb #368724a7
-@patch
-def _numbers(self: DiffusionPolicy, frames_BF: Tensor | None) -> Tensor | None:
-    "Frame masks in a shape that broadcasts over the numbers of a sample."
-    if frames_BF is None:
-        return None
-    return frames_BF.view(len(frames_BF), -1, *[1] * (len(self.shape) - 1))
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #94862987
 @patch
@@ -225,14 +233,10 @@ def sample(
     n, noisy = len(index_N), [] if greedy else self.noisy_steps
     given = (self._conditions(tasks), self._frame_masks(tasks))
     condition_N, frames_NF = (None if v is None else v[index_N].to(self.device) for v in given)
-    valid = self._numbers(frames_NF)
-
-    def trim(x):
-        return x if valid is None else torch.where(valid, x, 0.0)
 
     def draw():
         z = torch.randn(n, *self.shape, generator=generator, device=generator.device)
-        return trim(z.to(self.device, self.dtype))
+        return _cut(z.to(self.device, self.dtype), frames_NF)
 
     x, path, steps = draw(), [], []
     for k in range(len(self.sampler)):
@@ -240,12 +244,12 @@ def sample(
         output = self._denoise(x, at, condition_N, frames_NF)
         mean, std = self.sampler.step(x, output, at, noisy=k in noisy)
         if k not in noisy:
-            x = trim(mean)
+            x = _cut(mean, frames_NF)
             continue
         path = path or [x]
-        x = trim(mean + per_row(std, mean) * draw())
+        x = _cut(mean + per_row(std, mean) * draw(), frames_NF)
         path.append(x)
-        steps.append((_gaussian_logp(x, mean, std, valid, self.reduce), std, mean))
+        steps.append((_gaussian_logp(x, mean, std, frames_NF, self.reduce), std, mean))
     path_NL = torch.stack(path or [x], 1)
     return self._rollout(tasks, index_N, x, path_NL, steps, noisy, condition_N, frames_NF)
 
@@ -295,7 +299,7 @@ def _same_chain(self: DiffusionPolicy, r: Rollout):
 # %% ../../nbs/method/03_policies.diffusion.ipynb #50ef2b28
 @patch
 def _means(self: DiffusionPolicy, r: Rollout) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    "Mean under the present weights, next state, deviation and valid numbers of N * S steps."
+    "Mean under the present weights, next state, deviation and frames of N * S steps."
     self._same_chain(r)
     s, path = r.states["step"].shape[1], r.states["latents"]
     flat = lambda v: v.flatten(0, 1).to(self.device)
@@ -304,7 +308,7 @@ def _means(self: DiffusionPolicy, r: Rollout) -> tuple[Tensor, Tensor, Tensor, T
     x, y = (flat(v).to(self.dtype) for v in (path[:, :s], path[:, 1 : s + 1]))
     step, std = flat(r.states["step"]), flat(r.states["std"])
     mean, _ = self.sampler.step(x, self._denoise(x, step, condition, frames), step)
-    return mean, y, std, self._numbers(frames)
+    return mean, y, std, frames
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #aa0f2b8c
 @patch
@@ -323,10 +327,10 @@ def logp_and_kl(
 ) -> tuple[Tensor, Tensor]:  # (N, S) differentiable; (N, S) detached
     "Log-probs and the exact KL to the policy that sampled, from one forward pass."
     self.model.eval()
-    mean, y, std, valid = self._means(rollout)
-    logp_NS = self._shaped(_gaussian_logp(y, mean, std, valid, self.reduce), rollout)
+    mean, y, std, frames = self._means(rollout)
+    logp_NS = self._shaped(_gaussian_logp(y, mean, std, frames, self.reduce), rollout)
     old = rollout.states["mean"].flatten(0, 1).to(mean)
-    kl_NS = self._shaped(_gaussian_kl(mean.detach(), old, std, valid), rollout)
+    kl_NS = self._shaped(_gaussian_kl(mean.detach(), old, std, frames), rollout)
     return logp_NS, kl_NS
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #feb939a7

@@ -59,7 +59,7 @@ def ddpm(x, x0, eps, now, then):
 @STEPS.register()
 def ddim(x, x0, eps, now, then, level=1.0):
     "DDIM with noise (2010.02502, eq. 12 and 16): level 1 is DDPM, 0 is deterministic."
-    std = level * ((1 - then) / (1 - now)).sqrt() * (1 - now / then).clamp(min=0).sqrt()
+    std = level * ((1 - then) / (1 - now)).sqrt() * (1 - now / then).sqrt()
     rest = (1 - then - std * std).clamp(min=0).sqrt()
     return per_row(then.sqrt(), x) * x0 + per_row(rest, x) * eps, std
 
@@ -68,7 +68,7 @@ def ddim(x, x0, eps, now, then, level=1.0):
 def flow(x, x0, eps, now, then, level=0.7, cap=1.0):
     "Stochastic flow matching of Flow-GRPO (2505.05470, eq. 12); `cap` stands for sigma = 1 in the denominator."
     dt, v = then - now, eps - x0
-    spread = level * (now / (1 - torch.where(now < 1, now, torch.as_tensor(cap).to(now)))).sqrt()
+    spread = level * (now / (1 - torch.where(now < 1, now, cap))).sqrt()
     drift = spread * spread / (2 * now) * dt
     mean = x * per_row(1 + drift, x) + v * per_row(dt + drift * (1 - now), x)
     return mean, spread * (-dt).sqrt()
@@ -88,16 +88,19 @@ class Sampler:
     def __post_init__(self):
         STEPS[self.scheme]
         sizes = {len(self.time_T), len(self.level_T), len(self.next_T)}
-        if len(sizes) != 1 or not self.time_T:
+        if sizes != {len(self.time_T) or 1}:
             raise ValueError(f"Times and levels need one entry per step, got {sizes}.")
-        most = 1 if self.scheme == "ddim" else math.inf
-        noise = check_number(f"noise of {self.scheme!r}", self.noise, 0, most)
+        least, most = {"ddim": (0, 1), "ddpm": (1, 1)}.get(self.scheme, (0, math.inf))
+        noise = check_number(f"noise of {self.scheme!r}", self.noise, least, most)
         object.__setattr__(self, "noise", noise)
-        by_sigma = self.scheme == "flow"
+        by_sigma, path = self.scheme == "flow", [*self.level_T, self.next_T[-1]]
+        clearer = sorted({s for s in path if 0 <= s <= 1}, reverse=by_sigma)
+        if path != clearer or path[1:] != [*self.next_T]:
+            raise ValueError(f"Steps take noise away, each from where one ended, not {path}.")
         known = ("x0", "flow", "eps") if by_sigma else ("x0", "eps", "v")
         one_of(f"prediction for {self.scheme!r}", self.prediction, known)
-        if self.prediction == "eps" and by_sigma and max(self.level_T) >= 1:
-            raise ValueError("At sigma = 1 the state is pure noise: predict 'flow' or 'x0'.")
+        if self.prediction == "eps" and path[0] == int(by_sigma):
+            raise ValueError(f"At level {path[0]:g} the state is pure noise: predict another.")
 
     def __len__(self) -> int:
         return len(self.time_T)
@@ -185,7 +188,7 @@ def flow_sampler(
     check_number("num_steps", num_steps, 1, whole=True)
     check_number("shift", shift, 0, above=True)
     check_number("time_scale", time_scale, 0, above=True)
-    even = [1 - i / num_steps for i in range(num_steps + 1)]
-    sigma = [shift * s / (1 + (shift - 1) * s) for s in even]
+    even = [1 - i / num_steps for i in range(1, num_steps + 1)]
+    sigma = [1.0, *(shift * s / (1 + (shift - 1) * s) for s in even)]  # the first exactly
     times = tuple(s * time_scale for s in sigma[:-1])
     return Sampler("flow", times, tuple(sigma[:-1]), tuple(sigma[1:]), prediction, noise)
