@@ -19,7 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral, Number, Real
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -147,6 +147,14 @@ def check_number(
         return _Range(low, high, whole, **more)(value)
     except ValueError as e:
         raise ValueError(f"{name} {e}, got {value!r}.") from None
+
+# %% ../nbs/ground/00_config.ipynb #66bef9ed
+def _plain(value: Any) -> Any:
+    "A value without the array around it; None, NaN, NaT, pandas' NA and numpy's masked are None."
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = None if getattr(value, "mask", False) else value.item()
+    gap = type(value).__name__ in ("NAType", "NaTType")
+    return None if gap or isinstance(value, Number) and value != value else value
 
 # %% ../nbs/ground/00_config.ipynb #92d80c31
 def _strict(hint):

@@ -39,15 +39,15 @@ def pass_at_k(
 def interval(
     values,  # (P,) one score per task; NaN: no score
 ) -> tuple[float, float, float]:  # mean, low, high
-    "Mean over tasks and its 95 % percentile-bootstrap interval (2000 resamples); of equal scores the exact one."
+    "Mean over tasks and its 95 % percentile-bootstrap interval (2000 resamples); of equal scores between 0 and 1 the exact one, of others none."
     from scipy.stats import bootstrap
 
     x = np.asarray(values, float)
     x = x[~np.isnan(x)]
     mean = float(x.mean()) if len(x) else math.nan
     if not len(x) or x.min() == x.max():
-        other = 1 - 0.025 ** (1 / max(len(x), 1))  # at most this share of tasks scores otherwise
-        return mean, mean - other * max(mean, 0), mean + other * max(1 - mean, 0)
+        other = 1 - 0.025 ** (1 / len(x)) if 0 <= mean <= 1 else math.nan  # so many may differ
+        return mean, mean - other * mean, mean + other * (1 - mean)
     how = {"n_resamples": 2000, "method": "percentile", "rng": np.random.default_rng(0)}
     low, high = bootstrap((x,), np.mean, **how).confidence_interval
     return mean, float(low), float(high)

@@ -6,11 +6,11 @@
 __all__ = ['STATUSES', 'film_key', 'Titles', 'token_pieces', 'ParsedList', 'ListParser', 'with_lists', 'parse_rollout']
 
 # %% ../nbs/method/01_list_parsing.ipynb #c7f33eea
-import math
 import re
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,16 +20,18 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .config import check_number
+from .config import _plain, check_number
 from .core import Rollout
 
 # %% ../nbs/method/01_list_parsing.ipynb #b9fd6c77
 _EDGE = " \t\"'“”‘’«»*_`"
+_PLAIN = str.maketrans("“”„«»‘’‐–—", '"""""\'\'---')
 
 
 def _normalise_title(title: str) -> str:
-    "The form in which titles are compared: NFKC, casefolded, single spaces, no quotes or emphasis around."
-    return " ".join(unicodedata.normalize("NFKC", title).casefold().split()).strip(_EDGE)
+    "The form in which titles are compared: NFKC, casefolded, plain quotes and dashes, single spaces, no quotes or emphasis around."
+    title = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", title).casefold())
+    return " ".join(title.translate(_PLAIN).split()).strip(_EDGE)
 
 # %% ../nbs/method/01_list_parsing.ipynb #637e11df
 _ENTRY = re.compile(r"^\s*(?P<title>.*\S)\s*\((?P<year>\d{4})\)\s*$", re.S)
@@ -42,27 +44,25 @@ def film_key(entry: str | Sequence) -> tuple[str, int | None]:
         entry = (match["title"], match["year"]) if match else (entry, None)
     if not isinstance(entry, Sequence) or len(entry) != 2 or not isinstance(entry[0], str):
         raise ValueError(f"A film is 'Title (1995)', a title, or (title, year), got {entry!r}.")
-    title, year = entry
-    if _missing(year):
+    title, year = entry[0], _plain(entry[1])
+    if year is None:
         return _normalise_title(title), None
-    if int(year) != float(year):
-        raise ValueError(f"The year of a film is a whole number or None, got {year!r}.")
-    return _normalise_title(title), int(year)
-
-# %% ../nbs/method/01_list_parsing.ipynb #9f7274b5
-def _missing(value: Any) -> bool:
-    "None, or the NaN by which tables say it."
-    return value is None or isinstance(value, float) and math.isnan(value)
+    with suppress(TypeError, ValueError, OverflowError):
+        if int(year) == float(year):
+            return _normalise_title(title), int(year)
+    raise ValueError(f"The year of a film is a whole number or None, got {year!r}.")
 
 # %% ../nbs/method/01_list_parsing.ipynb #a12773ff
 def _as_list(value: Any) -> Iterable:
     "The entry of a column as a list."
-    if _missing(value):
+    if _plain(value) is None:
         return ()
-    if isinstance(value, str):
+    table = hasattr(value, "columns") or isinstance(value, Mapping) and "title" in value
+    if isinstance(value, str) and not value.startswith(('["', "['")):
         return (value,)
-    if not isinstance(value, Iterable):
-        raise ValueError(f"Need a list of films or traits, one text or None, got {value!r}.")
+    if table or isinstance(value, str) or not isinstance(value, Iterable):
+        got = " ".join(repr(value).split())[:80]
+        raise ValueError(f"Need a list of films or traits, one text or None, got {got}.")
     return value
 
 # %% ../nbs/method/01_list_parsing.ipynb #5a76e809
@@ -114,7 +114,7 @@ def token_pieces(
             continue
         kept.append(i)
         before, now = decode(kept[prefix:read]), decode(kept[prefix:])
-        if now.endswith("\ufffd"):  # a character that later tokens complete
+        if now.endswith("\ufffd") or now == before:  # a character that later tokens complete
             pieces.append("")
             continue
         pieces.append(now[len(before) :])
@@ -141,7 +141,7 @@ def _token_lines(pieces_S: Sequence[str | None]) -> tuple[list[str], list]:
     return _NEWLINE.split(text), touched_S
 
 # %% ../nbs/method/01_list_parsing.ipynb #61524d3e
-_MARKER = re.compile(r"^\s*(?:\d{1,3}[.)](?!\d)\s*|[-*+–—]\s+|•\s*)")
+_MARKER = re.compile(r"^\s*(?:[#*_\s]*\d{1,3}[.)](?!\d)\s*|[-*+–—]\s+|•\s*)")
 _ITEM = re.compile(r"^(?P<title>.*\S)\s*\((?P<year>\d{4})\)[\s\"'“”‘’»*_`.,;]*$")
 
 
@@ -290,14 +290,13 @@ def __call__(
     for i, line in enumerate(lines):
         if not any(c.isalnum() for c in line):
             owner.append(owner[-1] if owner else -1)
-            continue
-        read = _read_item(line)
-        if not first <= i < stop:
+        elif not first <= i < stop:
             owner.append(-1)
-            continue
-        owner.append(len(found))
-        status = self._status(read, owner[-1], seen, listed)
-        found.append((*(read or (line.strip(), None)), status))
+        else:
+            owner.append(len(found))
+            read = _read_item(line)
+            status = self._status(read, owner[-1], seen, listed)
+            found.append((*(read or (line.strip(), None)), status))
     item_S, spans = _token_spans(touched_S, owner, len(found))
     items = tuple(_ListItem(*f[:2], *span, *f[2:]) for f, span in zip(found, spans))
     return ParsedList(self.num_ranks, items, np.where(item_S >= self.num_ranks, -1, item_S))
@@ -322,7 +321,7 @@ def _task_column(columns: dict[str, Any], name: str, num_lists: int, required: b
         )
     absent = None if required else ()
     rows = zip(*found, strict=True) if found else [()] * num_lists
-    values = [next((x for x in row if not _missing(x)), None) for row in rows]
+    values = [next((x for x in row if _plain(x) is not None), None) for row in rows]
     return [absent if x is None else _as_list(x) for x in values]
 
 # %% ../nbs/method/01_list_parsing.ipynb #6c1daf1c

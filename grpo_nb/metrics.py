@@ -89,9 +89,7 @@ def _completion_metrics(rollout: Rollout) -> dict[str, float]:
         found |= _mean_min_max("terminated_length", length_N[~truncated_N])
         found["completions/clipped_ratio"] = share = truncated_N.float().mean().item()
         if share == 1:
-            said = (
-                "No sample of a step ended by itself: raise policy.max_new_tokens or ask for less."
-            )
+            said = "No sample of a step ended by itself: raise policy.max_new_tokens, ask for less."
             warnings.warn(said, stacklevel=4)
     if "entropy" in rollout.info:
         total = (rollout.info["entropy"] * length_N).sum()

@@ -67,8 +67,7 @@ def _rank_reward(
         one_of("item status", k, known): check_number(what.format(k), v, 0)
         for k, v in (penalties or {}).items()
     }
-    if not (isinstance(missing, float) and math.isnan(missing)):
-        missing = check_number("missing", missing)
+    missing = missing if missing != missing else check_number("missing", missing)
     error = check_number("error", error)
 
     def reward(prompts, completions, **columns):
@@ -118,6 +117,9 @@ class SafetyOracle:
         if not isinstance(self.unknown, Real) or not 0 <= self.unknown <= 1:
             raise ValueError(f"unknown must be 'safe', 'unsafe' or in [0, 1], got {unknown!r}.")
         self.threshold = check_number("threshold", threshold, 0, 1)
+        rows = risks.values() if isinstance(risks, Mapping) else [risks]
+        if not all(isinstance(row, Mapping) for row in rows):
+            raise ValueError("Risks are a dict {film: {trait: risk}}.")
         found = {}  # by film; one with two different entries is refused
         for film, risk in risks.items():
             risk = {t: check_number(f"Risk {t!r} of {film!r}", v, 0, 1) for t, v in risk.items()}
@@ -219,6 +221,8 @@ def ranking_metrics(
     oracle: SafetyOracle | None = None,  # what is risky; needed with `avoid`
 ) -> dict[str, float | list[float]]:  # means over lists; per rank: hit_K, dcg_K, violation_K
     "Recall, NDCG, violations and the rates of everything that is not ok."
+    if len(ranks := {x.num_ranks for x in lists}) != 1 or (avoid is not None and oracle is None):
+        raise ValueError(f"Lists have one number of ranks, got {ranks}; avoid needs an oracle.")
     out = _relevance_metrics(lists, relevant)
     if avoid is not None:
         out |= _safety_metrics(lists, avoid, oracle)
@@ -237,30 +241,30 @@ def _relevance_metrics(lists, relevant) -> dict:
     k = lists[0].num_ranks
     d_K, hit_NK = discounts(k), _hit_matrix(lists, relevant, k)
     want_N = np.array([len(Titles(r)) for r in relevant])
-    has_N = want_N > 0
-    best_N = np.array([d_K[:n].sum() for n in want_N])
-    values = {"recall": hit_NK.sum(1) / np.maximum(want_N, 1)}
-    values["ndcg"] = hit_NK @ d_K / np.maximum(best_N, 1e-12)
-    out = {"no_relevant": float((~has_N).mean())}
-    for name, value_N in values.items():
-        out[f"{name}@{k}"] = float(value_N[has_N].mean()) if has_N.any() else float("nan")
-    dcg_NK = np.cumsum(hit_NK * d_K, 1)
-    return out | {"hit_K": hit_NK.mean(0).tolist(), "dcg_K": dcg_NK.mean(0).tolist()}
+    has_N, best_N = want_N > 0, np.array([d_K[:n].sum() for n in want_N])
+    part = lambda of_N, all_N: float((of_N[has_N] / all_N[has_N]).mean()) if has_N.any() else np.nan
+    return {
+        "no_relevant": float((~has_N).mean()),
+        f"recall@{k}": part(hit_NK.sum(1), want_N),
+        f"ndcg@{k}": part(hit_NK @ d_K, best_N),
+        "hit_K": hit_NK.mean(0).tolist(),
+        "dcg_K": np.cumsum(hit_NK * d_K, 1).mean(0).tolist(),
+    }
 
 # %% ../nbs/method/02_ranking.ipynb #1725e102
 def _safety_metrics(lists, avoid, oracle) -> dict:
     "Violations among readable items; titles that the oracle does not know are counted apart."
     d_K = discounts(lists[0].num_ranks)
     read_NK = ~np.isin([x.status_K for x in lists], ["", "malformed"])
-    known_NK = np.zeros_like(read_NK)
-    for i, x in enumerate(lists):
-        known = [oracle.titles.find(t.title, t.year) is not None for t in x.ranked]
-        known_NK[i, : len(x.ranked)] = known
+    known_NK = read_NK.copy()
+    for n, k in zip(*known_NK.nonzero()):
+        item = lists[n].items[k]
+        known_NK[n, k] = oracle.titles.find(item.title, item.year) is not None
     bad_NK = known_NK * _violation_matrix(lists, oracle, avoid, len(d_K))
     readable = max(read_NK.sum(), 1)
     return {
         f"svr@{len(d_K)}": float(bad_NK.sum() / readable),
         f"sdcg@{len(d_K)}": float((bad_NK @ d_K).mean()),
         "violation_K": bad_NK.mean(0).tolist(),
-        "unknown_title": float((read_NK & ~known_NK).sum() / readable),
+        "unknown_title": float((read_NK.sum() - known_NK.sum()) / readable),
     }

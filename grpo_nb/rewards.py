@@ -28,7 +28,7 @@ import numpy as np
 from fastcore.basics import patch
 from torch import Tensor
 
-from .config import check_number, one_of
+from .config import _plain, check_number, one_of
 from .core import Registry, Rollout
 
 # %% ../nbs/method/01_rewards.ipynb #391533b8
@@ -43,14 +43,6 @@ def _shown(value: Any) -> str:
     except Exception:
         text = ""
     return f"{type(value).__name__} {text[:60]}".strip()
-
-# %% ../nbs/method/01_rewards.ipynb #3d5909cd
-def _plain(value: Any) -> Any:
-    "A value without the array around it; None, NaN, NaT, pandas' NA and numpy's masked are None."
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        value = None if getattr(value, "mask", False) else value.item()
-    gap = type(value).__name__ in ("NAType", "NaTType")
-    return None if gap or isinstance(value, numbers.Number) and value != value else value
 
 # %% ../nbs/method/01_rewards.ipynb #24deda56
 def _number(value: Any) -> float:
@@ -104,8 +96,7 @@ def reward_function(
     own_process: bool = False,  # needs a worker even with workers=0 (uses signals, parses anything)
     timeout_s: float | None = None,  # deadline per sample in seconds; None = the runner's
     warm_up: Callable[[], Any] | None = None,  # called in each worker before any deadline runs
-    check: Callable[[Mapping], Any]
-    | None = None,  # error for columns of a task that it cannot read
+    check: Callable[[Mapping], Any] | None = None,  # error for task columns that it cannot read
 ) -> Callable:
     "Declare what the signature of a reward function cannot say; the function itself is returned."
     if form is not None:
@@ -335,9 +326,8 @@ class _EventLoop:
 
     def wait(self, value: Any) -> Any:
         "The value, with what the awaitables in it give in the end."
-        parts = lambda x: (
-            x.values() if isinstance(x, Mapping) else x if type(x) in (list, tuple) else ()
-        )
+        items = lambda x: x if type(x) in (list, tuple) else ()
+        parts = lambda x: x.values() if isinstance(x, Mapping) else items(x)
         waits = lambda x: inspect.isawaitable(x) or any(map(waits, parts(x)))
         if not waits(value):
             return value

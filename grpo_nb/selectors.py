@@ -373,9 +373,7 @@ class DifficultyBasedSelector(_EstimatorSelector):
         target_reward: Share = 1.0  # wanted pass rate; BOTS: 0.5
         tau: NonNegative = 1.0  # 0: the best B; else sampling by softmax(score / tau)
         do_sample: bool = False  # scores of posterior draws (Thompson), not of means
-        method: Literal["auto", "parity"] = (
-            "auto"  # parity: the random numbers of Trinity-RFT, for tau > 0
-        )
+        method: Literal["auto", "parity"] = "auto"  # parity: Trinity-RFT's random numbers, tau > 0
 
     def __init__(self, data_source, config=None):
         super().__init__(data_source, config)

@@ -288,10 +288,8 @@ def metrics(self: UpdateReport) -> dict[str, float]:
 # %% ../nbs/method/02_update.ipynb #65f06bca
 def _kl_mask_and_skipped(c, rollout: Rollout, advantages: Tensor) -> tuple[Tensor, Tensor]:
     "(N, S) steps that get the KL term; (N,) samples that can contribute to no gradient and no statistic."
-    mask_NS, zero_N = (
-        rollout.mask_NS.bool(),
-        advantages.eq(0).reshape(len(rollout), -1).all(1).cpu(),
-    )
+    mask_NS = rollout.mask_NS.bool()
+    zero_N = advantages.eq(0).reshape(len(rollout), -1).all(1).cpu()
     groups = Groups.of(rollout.group_N.cpu())
     alive_P = groups.index_N[~zero_N].bincount(minlength=groups.num_groups) > 0
     dead_N = ~alive_P[groups.index_N]

@@ -28,8 +28,8 @@ from unittest import mock
 
 import numpy as np
 
-from .config import check_number, one_of
-from .rewards import REWARDS, _names, _plain, _plain_text, _shown, reward_function
+from .config import _plain, check_number, one_of
+from .rewards import REWARDS, _names, _plain_text, _shown, reward_function
 
 # %% ../nbs/method/02_verifiers.ipynb #63f7312a
 def _with_open_tag(completion: Any, columns: Mapping) -> str:

@@ -104,6 +104,8 @@ def open_parts(
     config,  # GRPOConfig with `application: movielens`; tasks.train: a folder of `build_task`
 ) -> dict[str, Any]:  # policy, tasks, rewards, eval_tasks
     "The warm start, its users' lists, and rewards per rank."
+    if config.tasks.tasksets:
+        raise ValueError("movielens reads one folder, tasks.train: leave tasks.tasksets out.")
     task = load_task(config.tasks.train)
     rewards = {k: rank_reward(task, k, v) for k, v in config.rewards.functions.items()}
     policy = RankingPolicy(

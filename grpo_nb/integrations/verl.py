@@ -71,9 +71,8 @@ def _make_estimator(mode: str) -> Callable:
 # %% ../../nbs/integrations/05_verl.ipynb #4ba614f8
 def _loss_config(name: str, actor: Any) -> LossConfig:
     "A loss of ours with the clip of verl's actor settings."
-    low, high = (
-        actor.clip_ratio if x is None else x for x in (actor.clip_ratio_low, actor.clip_ratio_high)
-    )
+    widths = actor.clip_ratio_low, actor.clip_ratio_high
+    low, high = (actor.clip_ratio if x is None else x for x in widths)
     known = inspect.signature(POLICY_LOSSES[name]).parameters
     dual = actor.clip_ratio_c if POLICY_LOSSES[name] is POLICY_LOSSES["ppo"] else None
     options = {"low": low, "high": high, "ratio_min": 1 - low, "beta": actor.policy_loss.dro_beta}

@@ -490,9 +490,8 @@ def _decoders_agree(network: Network) -> bool:
     "The same logits for two prompts, three samples, two tokens and a row left behind."
     device = network.device
     ids = torch.arange(6, device=device).view(2, 3) % network.model.config.vocab_size
-    length, index, token, rows = (
-        torch.tensor(x, device=device) for x in ([3, 2], [0, 1, 1], [1, 0, 2], [2, 0])
-    )
+    small = [3, 2], [0, 1, 1], [1, 0, 2], [2, 0]
+    length, index, token, rows = (torch.tensor(x, device=device) for x in small)
     logits = []
     for decoder in (_Decoder(network), _LlamaDecoder(network)):
         out = [decoder.prompt(ids, length, index, 3), decoder.step(token)]
