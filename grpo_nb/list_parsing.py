@@ -336,7 +336,7 @@ def with_lists(
     item_NS = torch.full(rollout.mask_NS.shape, -1)
     for row, parsed in zip(item_NS, lists):
         row[: len(parsed.item_of_token_S)] = torch.from_numpy(parsed.item_of_token_S)
-    states = rollout.states | {"item": item_NS}
+    states = rollout.states | {"item": item_NS.to(rollout.mask_NS.device)}
     return rollout.replace(outputs=["".join(p for p in row if p) for row in pieces], states=states)
 
 # %% ../nbs/method/01_list_parsing.ipynb #2233b849

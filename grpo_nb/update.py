@@ -201,7 +201,7 @@ def micro_batches(
 
 def _own_passes(policy: Policy, rollout: Rollout, rows: Tensor, budget: int | None) -> list[Tensor]:
     "The rows that this process runs, neighbours and about as many steps for everybody, in passes of the budget or of what the policy finds room for."
-    (rank, size), steps = place(), rollout.lengths_N[rows]
+    (rank, size), steps = place(), rollout.lengths_N.cpu()[rows]
     middle = steps.cumsum(0) - steps / 2
     owner = (middle * size / steps.sum().clamp(min=1)).long().clamp(max=size - 1)
     offered = getattr(policy, "micro_tokens", None)

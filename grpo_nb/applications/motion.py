@@ -110,8 +110,9 @@ def _denoising_loss(
     model, sampler, clean: Tensor, condition: Tensor, generator, frames: Tensor | None = None
 ) -> Tensor:
     "Mean squared error of the network's prediction for demonstrations (B, ...) at random steps of the sampler."
-    step = torch.randint(len(sampler), (len(clean),), generator=generator)
-    noise = torch.randn(clean.shape, generator=generator)
+    where = {"generator": generator, "device": generator.device}
+    step = torch.randint(len(sampler), (len(clean),), **where).to(clean.device)
+    noise = torch.randn(clean.shape, **where).to(clean.device)
     a, b = (per_row(f, clean) for f in sampler.factors(step))
     targets = {"x0": clean, "eps": noise, "v": a * noise - b * clean, "flow": noise - clean}
     time = sampler.table(sampler.time_T, step).float()
@@ -131,11 +132,11 @@ def pretrain(
     lr: float = 1e-3,
 ) -> float:  # mean loss of the last tenth
     "Teach a denoiser to imitate, with Adam."
-    optimizer = torch.optim.Adam(model.parameters(), lr)
+    optimizer, device = torch.optim.Adam(model.parameters(), lr), next(model.parameters()).device
     model.train()
     losses = []
     for _ in range(steps):
-        clean, condition, *frames = draw(batch, generator)
+        clean, condition, *frames = (x.to(device) for x in draw(batch, generator))
         loss = _denoising_loss(model, sampler, clean, condition, generator, *frames)
         optimizer.zero_grad()
         loss.backward()

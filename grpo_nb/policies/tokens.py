@@ -761,7 +761,7 @@ def _scored(self: TokenPolicy, r: Rollout, entropy: bool) -> tuple[Tensor, ...]:
     width = max(1, int(r.lengths_N.max()))
     ids_NS = r.states["completion_ids"][:, :width].to(self.device)
     mask_NS = r.mask_NS[:, :width].to(self.device)
-    groups = Groups.of(r.group_N)
+    groups = Groups.of(r.group_N.cpu())
     first_P, order = groups.min(torch.arange(len(r))).long().sort()  # prompts as samples stand
     index_N = torch.argsort(order)[groups.index_N]
     several = len(first_P) < len(r)
