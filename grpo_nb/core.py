@@ -492,7 +492,7 @@ class Policy(Protocol):
     "What the trainer needs of a policy; one may also offer `logp_and_kl(rollout)`, with its exact KL to the policy that sampled, `logp_entropy(rollout)`, and `draws`."
 
     def sample(self, tasks: list, num_generations: int, generator: torch.Generator) -> Rollout:
-        "Draw G samples of each of P tasks without gradients, from this generator alone; the same task twice is two groups."
+        "Draw G samples of each of P tasks without gradients, from this generator alone; the same task twice is two groups. For eval.greedy it takes greedy=True."
         ...
 
     def logp(self, rollout: Rollout) -> Tensor:  # (N, S) float32, differentiable
@@ -513,6 +513,8 @@ def sample_in_shares(
 
     def pass_over(n: int):  # numbers that other processes use
         torch.rand(n * num_generations * (draws or 0), dtype=torch.float64, generator=generator)
+
+    _check_sample(policy, options)
 
     def draw(some: list) -> Rollout:
         found = policy.sample(some, num_generations, own, **options)
@@ -536,6 +538,12 @@ def sample_in_shares(
         return concat([x for x in parts if len(x)])
 
 # %% ../nbs/method/00_core.ipynb #c9ab98a6
+def _check_sample(policy: Policy, options: Iterable[str]) -> None:
+    "Refuse a policy whose `sample` does not take these options."
+    who = f"{type(policy).__name__}.sample (greedy=True is for eval.greedy)"
+    check_call(policy.sample, who, ("tasks", "num_generations", "generator"), options)
+
+
 def _weights_at_hand(policy: Any) -> contextlib.AbstractContextManager:
     "Inside, a policy with sharded weights runs without the other processes, which enter together with this one."
     return getattr(policy, "gathered", contextlib.nullcontext)()

@@ -27,7 +27,7 @@ from .advantages import _as_trained, _check_keys, _warn_cancelled_scales, weight
 from .collector import GroupCollector
 from .config import Count, Natural, NonNegative, Positive, check_number, config_tree
 from .config import configuration, given_keys, one_of, override, _check_options, _words
-from .core import Policy, Rollout, sample_in_shares, seeded, weighted_sum
+from .core import Policy, Rollout, _check_sample, sample_in_shares, seeded, weighted_sum
 from .evaluate import EvalConfig, Scores, _parts, evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig, _check_metrics, _warn_of_shaping
 from .losses import aggregate, kl_penalty
@@ -493,14 +493,13 @@ def _make_runner(rewards: Any, config: TrainerConfig) -> RewardRunner:
 
 def _make_config(config: Any, _) -> TrainerConfig:
     "A configuration from what was given."
-    kind = GRPO.config_class
     if isinstance(config, TrainerConfig):
         return config
     if config is not None and not isinstance(config, Mapping):
         raise ValueError(
-            f"config is a {kind.__name__} or a mapping such as {{'optimizer.lr': 1e-5}}, got {type(config)}: load_config reads a recipe, config_from_trl(...).config TRL's."
+            f"config is a {GRPO.config_class.__name__} or a mapping such as {{'optimizer.lr': 1e-5}}, got {type(config)}: load_config reads a recipe, config_from_trl(...).config TRL's."
         )
-    return override(kind(), config or {})
+    return override(GRPO.config_class(), config or {})
 
 
 def _make_policy(policy: Any, config: TrainerConfig) -> Policy:
@@ -548,6 +547,8 @@ def _check_setup(self: GRPO):
     _check_layouts(functions, getattr(self.policy, "parser", None))
     sets = getattr(self.stream, "tasksets", [getattr(self.stream, "tasks", ())])
     held_out = {} if self.eval_tasks is None else _parts(self.eval_tasks, 1)
+    if held_out and c.eval.greedy:
+        _check_sample(self.policy, ["greedy"])
     for some in ([t[0] for t in sets if len(t)], [t for part in held_out.values() for t in part]):
         if some:  # else nobody can look at them before they are drawn
             self.rewards.check_tasks(some)
@@ -712,9 +713,8 @@ def evaluate(
 @patch
 def parts(self: GRPO) -> dict[str, Any]:
     "The parts that have a state of their own."
-    found = {"policy": self.policy, "optimizer": self.optimizer, "rewards": self.rewards}
-    found |= {"reference": self.reference, "stream": self.stream, "collector": self.collector}
-    return {k: part for k, part in found.items() if hasattr(part, "state_dict")}
+    names = "policy optimizer rewards reference stream collector".split()
+    return {k: part for k in names if hasattr(part := getattr(self, k), "state_dict")}
 
 # %% ../nbs/method/04_trainer.ipynb #a68d5b61
 @patch

@@ -182,6 +182,11 @@ def test_estimators_say_which_of_the_general_options_they_do_not_have(policy):
         GRPO(policy, ROWS, RIGHT, config)  # the trainers of a study: told once
 
 
+NoGreedy = type(
+    "NoGreedy", (torch.nn.Linear,), {"sample": lambda self, tasks, n, generator: 0, "logp": 0}
+)
+
+
 class Heir(TokenPolicy):
     "Another class samples as it likes."
 
@@ -560,6 +565,7 @@ BERT = dict(num_key_value_heads=1, eos_token_id=2, vocab_size=60, hidden_size=8,
         (lambda p: TokenPolicy("x", p.tokenizer), "got str. TokenPolicy.from_pretrained takes names"),
         (lambda p: exact_answer(extract=len)(completion="x", answer="1"), "extract must return text or None, got int 1"),
         (lambda p: GRPO.from_config({}, processing_class=3), r"is policy=\(model, tokenizer\) here"),
+        (lambda p: GRPO(NoGreedy(1, 1), ROWS, RIGHT, SMALL, ROWS[:2]), r"NoGreedy.sample \(greedy=True is for eval.greedy\) is called with"),
         (lambda p: GRPO(p, ROWS), "Rewards are a function, .* got a NoneType"),
         (lambda p: GRPO(p, ROWS, RIGHT, {"tasks.selector": dict}), "selector 'dict' is no selector class"),
         (lambda p: GRPO(p, ROWS, RIGHT, evaltasks=ROWS), "option of GRPO 'evaltasks'. Did you mean 'eval_tasks'"),
