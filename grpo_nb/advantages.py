@@ -483,7 +483,8 @@ def spread_to_tokens(
     item_NS: Tensor | None = None,  # (N, S) which item 0..K-1 a token belongs to, -1 = none
 ) -> Tensor:  # (N, S) float32, 0 outside
     "Give every token the advantage of its sample or of its item."
-    advantages, mask_NS = torch.as_tensor(advantages), torch.as_tensor(mask_NS)
+    mask_NS = torch.as_tensor(mask_NS)
+    advantages = torch.as_tensor(advantages, device=mask_NS.device)
     if advantages.ndim == 1:
         return mask_NS.to(advantages.dtype) * advantages[:, None]
     if item_NS is None or item_NS.shape != mask_NS.shape or (item_NS >= advantages.shape[1]).any():

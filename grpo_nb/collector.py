@@ -30,8 +30,7 @@ from .tasks import Task
 def _split_groups(rollout: Rollout, num_groups: int) -> tuple[Rollout, Rollout]:
     "Cut between groups in order of first appearance; rows keep their order."
     groups = Groups.of(rollout.group_N)
-    position_N = torch.arange(len(groups), device=groups.index_N.device)
-    first_P = groups.min(position_N)
+    first_P = groups.min(torch.arange(len(groups)))
     head_N = groups.expand(first_P.argsort().argsort() < num_groups)
     return rollout[head_N], rollout[~head_N]
 
@@ -312,7 +311,7 @@ def add(self: GroupCollector, rollout: Rollout):
         raise ValueError(f"No batch is due, the step is {self.status}: call take() or begin().")
     if not len(rollout):
         raise ValueError("An empty generation batch: generate returns None at the end of the data.")
-    version_N = torch.full_like(rollout.group_N, self.policy_version)
+    version_N = torch.full((len(rollout),), self.policy_version)
     rollout = rollout.replace(info={"policy_version": version_N} | rollout.info)
     decision = self._decide(rollout)
     self._count(rollout, decision)

@@ -60,7 +60,7 @@ class Groups:
 
     @classmethod
     def of(cls, ids: "Groups | Tensor | np.ndarray | Sequence") -> "Groups":
-        "Index the groups of N ids (integers, strings, uuids); siblings need not stand together, groups may be uneven."
+        "Index the groups of N ids (integers, strings, uuids), on the CPU; siblings need not stand together, groups may be uneven."
         if isinstance(ids, Groups):
             return ids
         ids = _integer_ids(ids)
@@ -76,7 +76,7 @@ def _integer_ids(ids: Tensor | np.ndarray | Sequence) -> Tensor:  # (N,) int64
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
         return torch.from_numpy(ids.astype(np.int64))
     if isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.dtype == torch.bool):
-        return ids.long()
+        return ids.long().cpu()
     if not isinstance(ids, Iterable):
         raise ValueError(f"Groups need one id per sample, got {ids!r}.")
     ids = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else list(ids)
@@ -130,6 +130,11 @@ def group_stats(
     low, high = (v.where(count > 0, torch.nan) for v in (low, high))
     return GroupStats(low + shift, std, low, high, count.long(), d)
 
+
+def _wide_dtype(device: torch.device) -> torch.dtype:
+    "What sums are accumulated in; an accelerator without float64 sums in float32."
+    return torch.float32 if device.type == "mps" else torch.float64
+
 # %% ../nbs/method/00_core.ipynb #7349f627
 def _as_written(x: Tensor) -> Tensor:
     "The decimals (float64) that numbers of single precision stand for: 0.7 for 0.699999988."
@@ -153,6 +158,7 @@ def weighted_sum(
     total = torch.where(x[:, used].isnan().all(1), torch.nan, total)
     if groups is None or len(used) < 2:
         return total
+    groups = groups.to(x.device)
     lowest = lambda x: groups.expand(groups.min(x.nan_to_num(torch.inf)))
     said = weighted_sum(_as_written(x), weights)
     return torch.where(said - lowest(said) <= 1e-15 * len(used) * size, lowest(total), total)
@@ -462,7 +468,8 @@ def concat(rollouts: Sequence[Rollout]) -> Rollout:
             )
     index = [Groups.of(r.group_N) for r in rollouts]
     starts = np.cumsum([0] + [g.num_groups for g in index]).tolist()
-    first, *rest = (r.replace(group_N=g.index_N + s) for r, g, s in zip(rollouts, index, starts))
+    moved = [(g.index_N + s).to(r.group_N.device) for r, g, s in zip(rollouts, index, starts)]
+    first, *rest = (r.replace(group_N=group_N) for r, group_N in zip(rollouts, moved))
     return first.map(_join, *rest)
 
 # %% ../nbs/method/00_core.ipynb #8e9795fb
@@ -478,7 +485,7 @@ def minibatches(
     if not whole_groups:
         order = torch.arange(n) if generator is None else torch.randperm(n, generator=generator)
         return list(order.split(size))
-    groups = Groups.of(rollout.group_N.cpu())
+    groups = Groups.of(rollout.group_N)
     members = torch.argsort(groups.index_N, stable=True).split(groups.size_P.tolist())
     p = len(members)
     size = max(1, round(size / (n / p)))

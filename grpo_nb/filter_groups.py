@@ -47,7 +47,7 @@ def _as_columns(values: Tensor | np.ndarray | Sequence) -> Tensor:
 
 def _column_stats(x_NC: Tensor, groups: Groups) -> GroupStats:
     "(P, C) statistics of each group and column, deviation with ddof 0; infinities are refused."
-    stats = group_stats(x_NC.to(groups.size_P.device), groups, ddof=0)
+    stats = group_stats(x_NC.cpu(), groups, ddof=0)
     if (stats.min.isinf() | stats.max.isinf()).any():
         n = int(x_NC.isinf().sum())
         raise ValueError(f"The filter metric has {n} infinite values: give NaN or numbers.")
@@ -84,7 +84,7 @@ def keep_groups(
 ) -> GroupDecision:
     "Keep the groups whose metric varies in at least one column; always whole groups."
     groups = Groups.of(group_N)
-    values_NC = _as_columns(values).to(groups.size_P.device)
+    values_NC = _as_columns(values).cpu()
     stats = _column_stats(values_NC, groups)
     valid_P = stats.count.amax(1)
     differs_P = varies(values_NC, groups, min_spread)
@@ -131,13 +131,13 @@ def _metric_column(name: str, column: Any, mask_NS: Tensor) -> Tensor:
                 "Name a single component, or give a function of the rollout."
             ) from None
     if column.shape == mask_NS.shape:
-        return masked_sum(column.double(), mask_NS.to(column.device), 1)
+        return masked_sum(column.cpu().double(), mask_NS.cpu(), 1)
     if column.shape != mask_NS.shape[:1] or column.is_complex():
         raise ValueError(
             f"Filter metric {name!r} is {column.dtype} {tuple(column.shape)}; it needs numbers (N,) = {tuple(mask_NS.shape[:1])} "
             f"or one per step {tuple(mask_NS.shape)}."
         )
-    return column.double()
+    return column.cpu().double()
 
 # %% ../nbs/method/01_filter_groups.ipynb #87a2453f
 def _total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -> Tensor:
@@ -186,7 +186,7 @@ def resolve_metric(
         _check_metrics([metric], names, info)
         values = info[column]
     x = _metric_column(column, values, rollout.mask_NS)
-    return torch.where(rollout.taken_N.to(x.device), x, torch.nan)
+    return torch.where(rollout.taken_N.cpu(), x, torch.nan)
 
 
 def _check_metrics(metrics: Sequence, reward_names: Sequence[str], info: Collection[str] = ()):
@@ -262,7 +262,8 @@ def _looked_at_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
 @RULES.register("combined")
 def _combined_varies(rollout: Rollout, config: FilterGroupsConfig) -> Tensor:
     "The combined advantage is not 0 for all."
-    groups, x = Groups.of(rollout.group_N), rollout.rewards.double()
+    x = rollout.rewards.double()
+    groups = Groups.of(rollout.group_N).to(x.device)
     s = group_stats(x, groups)
     z = s.distance / (groups.expand(s.std) + 1e-4)
     total = weighted_sum(z, _component_weights(rollout, config.weights))

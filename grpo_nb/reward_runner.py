@@ -275,7 +275,7 @@ def __call__(
             self._fill(record, columns, mine)
         table = record.table()
         self._count(record, table)
-        values = torch.from_numpy(table).float().to(rollout.group_N.device)
+        values = torch.from_numpy(table).float()
         per_rank = values.shape[2] > 1
         named = {"reward_names": tuple(self.components), "rewards_NR": None, "rewards_NRK": None}
         named |= {"rewards_NRK": values} if per_rank else {"rewards_NR": values[:, :, 0]}

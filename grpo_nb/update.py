@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .config import Count, NonNegative, Positive, build_config, configuration
-from .core import Groups, Policy, Rollout, minibatches, _weights_at_hand
+from .core import Groups, Policy, Rollout, minibatches, _weights_at_hand, _wide_dtype
 from .losses import CORRECTIONS, LossConfig, apply_mask, kl_penalty, minibatch_counts
 from .losses import policy_loss, report, _ratio_metrics, _sampling_metrics, sampling_ratio
 from .processes import _add_up, _check_same, gather, place, whole
@@ -150,10 +150,11 @@ class RatioMismatch(ValueError):
 
 # %% ../nbs/method/02_update.ipynb #3bcb8a76
 def _max_logp_diff(logp_NS: Tensor, old_logp_NS: Tensor, mask_NS: Tensor, tol: float) -> Tensor:
-    "(3,) float64: largest difference (nats) of recomputed and sampled log-probs, steps beyond tol, steps."
+    "(3,): largest difference (nats) of recomputed and sampled log-probs, steps beyond tol, steps."
     diff = (apply_mask(logp_NS.detach(), mask_NS) - apply_mask(old_logp_NS, mask_NS)).abs()
     worst = diff.max() if diff.numel() else diff.new_zeros(())
-    return torch.stack([worst.double(), (~(diff <= tol)).sum().double(), mask_NS.sum().double()])
+    found = worst, (~(diff <= tol)).sum(), mask_NS.sum()
+    return torch.stack([x.to(_wide_dtype(diff.device)) for x in found])
 
 
 def _refuse_mismatch(found: Tensor, tol: float) -> float:
@@ -213,7 +214,7 @@ def _own_passes(policy: Policy, rollout: Rollout, rows: Tensor, budget: int | No
 def _rollout_logp(policy: Policy, rollout: Rollout, budget: int | None = None) -> Tensor:
     "(N, S) log-probs of a whole rollout, without gradients, in passes of at most `budget` steps, siblings together."
     out_NS = torch.zeros_like(rollout.old_logp_NS)
-    order = torch.argsort(Groups.of(rollout.group_N).index_N.cpu(), stable=True)
+    order = torch.argsort(Groups.of(rollout.group_N).index_N, stable=True)
     with _weights_at_hand(policy):
         passes = _own_passes(policy, rollout, order, budget)
         for rows in passes:
@@ -290,7 +291,7 @@ def _kl_mask_and_skipped(c, rollout: Rollout, advantages: Tensor) -> tuple[Tenso
     "(N, S) steps that get the KL term; (N,) samples that can contribute to no gradient and no statistic."
     mask_NS = rollout.mask_NS.bool()
     zero_N = advantages.eq(0).reshape(len(rollout), -1).all(1).cpu()
-    groups = Groups.of(rollout.group_N.cpu())
+    groups = Groups.of(rollout.group_N)
     alive_P = groups.index_N[~zero_N].bincount(minlength=groups.num_groups) > 0
     dead_N = ~alive_P[groups.index_N]
     kl_mask_NS = mask_NS if c.kl_on_dead_groups else mask_NS & ~dead_N.to(mask_NS.device)[:, None]
@@ -367,9 +368,9 @@ def _distances(c, x, now_NS, kl_NS, loss) -> tuple[Tensor, Tensor]:
     k1, k3 = (kl_penalty(old_NS, now_NS, kind, mask_NS).sum() for kind in ("k1", "k3"))
     own = 0 * k3 if kl_NS is None else apply_mask(kl_NS, mask_NS).sum()
     ref = 0 * k3 if x["ref"] is None else kl_penalty(now_NS, x["ref"], "k3", mask_NS).sum()
-    sums = torch.stack([v.detach().double() for v in (loss, k1, k3, own, ref, mask_NS.sum())])
+    sums = [v.detach().to(_wide_dtype(k3.device)) for v in (loss, k1, k3, own, ref, mask_NS.sum())]
     fresh_NS = mask_NS & x["fresh"][:, None] & now_NS.isfinite()
-    return sums, _max_logp_diff(now_NS, old_NS, fresh_NS, c.check_tol or 0)
+    return torch.stack(sums), _max_logp_diff(now_NS, old_NS, fresh_NS, c.check_tol or 0)
 
 # %% ../nbs/method/02_update.ipynb #0765cb1c
 def _row(c, seen, batch, part, exact, first) -> dict:
@@ -476,7 +477,7 @@ def _check(c, policy, rollout, advantages, optimizer, reference, generator):
         )
     if generator is None and c.minibatch_size is not None and c.minibatch_size < n:
         raise ValueError("Several minibatches are shuffled: pass generator=torch.Generator().")
-    told = n, float(rollout.old_logp_NS.double().sum())
+    told = n, float(rollout.old_logp_NS.cpu().double().sum())
     _check_same({"the rollout (its samples, and the sum of their log-probs)": told})
     _check_offers(c, policy, rollout.info)
     if not torch.is_grad_enabled():

@@ -17,8 +17,8 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..config import check_call, one_of
-from ..core import Rollout, _check_finite
-from .samplers import Sampler, per_row, _wide_dtype
+from ..core import Rollout, _check_finite, _wide_dtype
+from .samplers import Sampler, per_row
 
 # %% ../../nbs/method/03_policies.diffusion.ipynb #1fddf597
 def _cut(x: Tensor, frames_BF: Tensor | None) -> Tensor:

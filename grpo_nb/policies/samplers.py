@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from ..config import check_number, one_of
-from ..core import Registry
+from ..core import Registry, _wide_dtype
 
 # %% ../../nbs/method/02_policies.samplers.ipynb #ae23702a
 def per_row(
@@ -25,11 +25,6 @@ def per_row(
     "One value per row in a shape that broadcasts over the numbers of the row."
     value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
     return value.reshape(-1, *[1] * (x.ndim - 1)) if value.ndim else value
-
-
-def _wide_dtype(device: torch.device) -> torch.dtype:
-    "What sums are accumulated in; an accelerator without float64 sums in float32."
-    return torch.float32 if device.type == "mps" else torch.float64
 
 # %% ../../nbs/method/02_policies.samplers.ipynb #14d09496
 def _clean_and_noise(output, x, signal, noise, prediction: str) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import _check_options, _fit_options, one_of
-from ..core import Groups, Rollout, _check_finite, pad_to, seeded
+from ..core import Groups, Rollout, _check_finite, _wide_dtype, pad_to, seeded
 from .decoding import FLOOR, Network, draw, _shape_logits
 from .decoding import _left_padded, _rows_of, _take
 from .loading import PolicyConfig, add_lora, load_model, merge_lora, _upload
@@ -563,13 +563,13 @@ def _draw(self: TokenPolicy, ids_PL, length_P, index_N, generator, greedy) -> tu
     "Completions by the model itself: tokens, mask, log-probs, entropy, each (N, S)."
     where = {"generator": generator, "device": generator.device}
     uniform_NS = torch.rand(len(index_N), self.max_new_tokens, dtype=torch.float64, **where)
-    parts = []
+    parts, wide = [], _wide_dtype(self.device)
     for rows in torch.arange(len(index_N)).split(self.max_rows):
         used, inverse = index_N[rows], torch.arange(len(rows))
         if self.share_prefix:  # each prompt runs once
             used, inverse = torch.unique(used, return_inverse=True)
         width = int(length_P[used].max())
-        given = ids_PL[used, :width], length_P[used], inverse, uniform_NS[rows]
+        given = ids_PL[used, :width], length_P[used], inverse, uniform_NS[rows].to(wide)
         parts.append(self._generate(*(x.to(self.device) for x in given), greedy))
     return tuple(torch.cat(x).cpu() for x in zip(*parts))
 
@@ -761,7 +761,7 @@ def _scored(self: TokenPolicy, r: Rollout, entropy: bool) -> tuple[Tensor, ...]:
     width = max(1, int(r.lengths_N.max()))
     ids_NS = r.states["completion_ids"][:, :width].to(self.device)
     mask_NS = r.mask_NS[:, :width].to(self.device)
-    groups = Groups.of(r.group_N.cpu())
+    groups = Groups.of(r.group_N)
     first_P, order = groups.min(torch.arange(len(r))).long().sort()  # prompts as samples stand
     index_N = torch.argsort(order)[groups.index_N]
     several = len(first_P) < len(r)
