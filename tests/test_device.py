@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from test_processes import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from grpo_nb.applications.motion import _reach_paths, pretrain, reach, reach_policy, reach_tasks
-from grpo_nb.core import Rollout
 from grpo_nb.policies.tokens import TokenPolicy
 from grpo_nb.trainer import GRPO
 
@@ -91,31 +91,22 @@ def device():
     torch._C._set_only_lift_cpu_tensors(False)
 
 
-class Table(torch.nn.Module):
+class Own(Table):
     "A policy of one's own whose rollouts lie where its weights do."
 
+    copy = copy.deepcopy
+
     def __init__(self, device):
-        super().__init__()
-        self.logits = torch.nn.Parameter(torch.zeros(4, 5, device=device))
+        super().__init__(items=True)
+        self.logits = self.logits.detach().float().to(device).requires_grad_()
 
-    def sample(self, tasks, num_generations, generator, greedy=False):
-        n, at = len(tasks) * num_generations, self.logits.device
-        chances = self.logits.detach().cpu().softmax(-1)
-        action_NS = torch.multinomial(chances, n, True, generator=generator).T.to(at)
-        states = {"action": action_NS, "item": torch.arange(4, device=at).expand(n, -1) // 2}
-        group_N = torch.arange(len(tasks), device=at).repeat_interleave(num_generations)
-        told = (
-            [t for t in tasks for _ in range(num_generations)],
-            states,
-            action_NS[:, :1] <= action_NS,
-        )
-        info = {"truncated": action_NS[:, 0] == 0}
-        r = Rollout(group_N, *told, torch.zeros(n, 4, device=at), action_NS.tolist(), info=info)
-        return r.replace(old_logp_NS=self.logp(r).detach())
-
-    def logp(self, r):
-        each_NS4 = self.logits.log_softmax(-1).expand(len(r), -1, -1)
-        return each_NS4.gather(2, r.states["action"][..., None])[..., 0] * r.mask_NS
+    def sample(self, *args, **keys):
+        here = Table(items=True)
+        here.logits = self.logits.detach().cpu().double()
+        r = here.sample(*args, **keys)
+        info = {"truncated": r.states["action"][:, 0] == 0}
+        old_logp_NS = r.old_logp_NS.float()
+        return r.replace(old_logp_NS=old_logp_NS, info=info).to(self.logits.device)
 
 
 def ones(completions, **columns):
@@ -126,7 +117,7 @@ def short(completions, **columns):
     return [float(len(set(c)) % 3) for c in completions]
 
 
-TASKS = [{"prompt": f"{i}+{i}="} for i in range(8)]
+TASKS = [{"prompt": f"{i}+{i}=", "index": i % 6} for i in range(8)]
 SIZE = {"steps": 2, "train_batch_size": 4, "num_generations": 4}
 
 
@@ -146,8 +137,8 @@ STOP = {"update__scheme": "progressive", "update__num_epochs": 3, "update__kl_st
 
 @pytest.mark.parametrize("config", [KL, FILTER, CUT, STOP])
 def test_rollouts_of_a_policy_of_ones_own_may_lie_on_its_device(device, config):
-    want, _ = trained(Table("cpu"), short, **config)
-    assert trained(Table(device), short, **config)[0] == pytest.approx(want, abs=1e-6)
+    want, _ = trained(Own("cpu"), short, **config)
+    assert trained(Own(device), short, **config)[0] == pytest.approx(want, abs=1e-6)
 
 
 def test_rewards_per_rank_reach_their_tokens_on_a_device(device):
@@ -156,7 +147,7 @@ def test_rewards_per_rank_reach_their_tokens_on_a_device(device):
         "update__loss__level": "item",
         "update__loss__aggregation": "item",
     }
-    both = [trained(Table(d), {"a": ones, "b": short}, **how)[0] for d in ("cpu", device)]
+    both = [trained(Own(d), {"a": ones, "b": short}, **how)[0] for d in ("cpu", device)]
     assert both[1] == pytest.approx(both[0], abs=1e-6)
 
 
