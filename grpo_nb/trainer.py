@@ -718,7 +718,7 @@ def parts(self: GRPO) -> dict[str, Any]:
 
 # %% ../nbs/method/04_trainer.ipynb #a68d5b61
 @patch
-def state_dict(self: GRPO) -> dict[str, Any]:  # part -> tree of numbers, tensors and tasks
+def state_dict(self: GRPO) -> dict[str, Any]:  # part -> tree; deepcopy it to keep live tensors
     "Everything that a bitwise equal continuation needs."
     own = {
         "step": self.step_done,

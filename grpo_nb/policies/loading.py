@@ -53,7 +53,8 @@ def load_model(
     looks_like_path = not source or source.startswith((".", "/")) or source.count("/") > 1
     if looks_like_path and not (source and Path(source).exists()):
         raise ModelNotFound(f"No model folder at {source}. {_NAMES}")
-    model, tokenizer = _read(source, dtype)
+    with ONE_THREAD:  # transformers imports and replaces what all threads share
+        model, tokenizer = _read(source, dtype)
     return model.to(device), tokenizer
 
 # %% ../../nbs/method/02_policies.loading.ipynb #e8589692
@@ -86,13 +87,11 @@ def _read(source, dtype: torch.dtype, **file) -> tuple:
             from peft import AutoPeftModelForCausalLM
 
             options = dict(is_trainable=True, dtype=dtype, trust_remote_code=False)
-            with ONE_THREAD, warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.filterwarnings("error", r"(?s).*missing adapter keys.*\.lora_")
                 return AutoPeftModelForCausalLM.from_pretrained(source, **options), tokenizer
-        with ONE_THREAD:  # transformers replaces functions of its own meanwhile
-            model, found = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **file
-            )
+        how = dict(dtype=dtype, trust_remote_code=False, output_loading_info=True)
+        model, found = AutoModelForCausalLM.from_pretrained(source, **how, **file)
         if found["missing_keys"]:
             raise ValueError(f"its file lacks {min(found['missing_keys'])}")
         return model, tokenizer
