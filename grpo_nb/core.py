@@ -278,8 +278,18 @@ def seed_of(
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
+def _check_default_device() -> None:
+    "A ValueError where tensors are not made on the CPU unless said otherwise."
+    if (device := torch.get_default_device()).type != "cpu":
+        raise ValueError(
+            f"torch.set_default_device({str(device)!r}) is in force, where draws fail: undo it by "
+            "torch.set_default_device(None); policy.device says where a model lives."
+        )
+
+
 def seeded(seed: int, *names: str | int, device: str | torch.device = "cpu") -> torch.Generator:
     "A torch generator of its own for the stream called `names`."
+    _check_default_device()
     return torch.Generator(device=device).manual_seed(seed_of(seed, *names))
 
 # %% ../nbs/method/00_core.ipynb #7409b796
@@ -522,6 +532,7 @@ def sample_in_shares(
         torch.rand(n * num_generations * (draws or 0), dtype=torch.float64, generator=generator)
 
     _check_sample(policy, options)
+    _check_default_device()
 
     def draw(some: list) -> Rollout:
         found = policy.sample(some, num_generations, own, **options)

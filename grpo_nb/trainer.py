@@ -27,7 +27,8 @@ from .advantages import _as_trained, _check_keys, _warn_cancelled_scales, weight
 from .collector import GroupCollector
 from .config import Count, Natural, NonNegative, Positive, check_number, config_tree
 from .config import configuration, given_keys, one_of, override, _check_options, _words
-from .core import Policy, Rollout, _check_sample, sample_in_shares, seeded, weighted_sum
+from .core import Policy, Rollout, sample_in_shares, seeded, weighted_sum
+from .core import _check_default_device, _check_sample
 from .evaluate import EvalConfig, Scores, _parts, evaluate as evaluate_policy
 from .filter_groups import FilterGroupsConfig, _check_metrics, _warn_of_shaping
 from .losses import aggregate, kl_penalty
@@ -224,8 +225,7 @@ def _tell_stream(self: GRPO, rollout: Rollout):
     if hasattr(self.stream, "observe"):
         found = self.stream.observe(rollout, self.passed)
         one = lambda v: isinstance(v, (int, float)) or getattr(v, "shape", None) == ()
-        numbers = {k: float(v) for k, v in found.items() if one(v)}
-        self.batch_rows["selection"].append(numbers)
+        self.batch_rows["selection"].append({k: float(v) for k, v in found.items() if one(v)})
     elif hasattr(self.stream, "feedback"):
         self.stream.feedback(rollout)
 
@@ -323,8 +323,7 @@ def _end_step(self: GRPO, row: dict, start: float, record: bool) -> dict[str, fl
     selection = self.batch_rows["selection"]
     known = [r.get("selection/groups", 1) - r.get("selection/ignored_groups", 0) for r in selection]
     row |= merge_rows(self.batch_rows["reward"]) | self.counters.row()
-    row["step_time"] = time.perf_counter() - start
-    row["perf/peak_memory_mb"] = peak_memory_mb()
+    row |= {"step_time": time.perf_counter() - start, "perf/peak_memory_mb": peak_memory_mb()}
     row |= self.batch_rows["filter"] | merge_rows(selection, _SELECTION_SUMS, known)
     self.batch_rows = {"reward": [], "selection": [], "filter": {}}
     self.step_done += 1
@@ -398,6 +397,7 @@ def __init__(
     **unknown,  # refused
 ):
     _check_options(GRPO, unknown)
+    _check_default_device()
     join_processes()
     self.config = config
     c = self.config

@@ -1,4 +1,4 @@
-"The whole library in a program that has set torch's default dtype to float64."
+"The whole library in a program that has set torch's default dtype to float64, or a default device."
 
 import math
 
@@ -70,3 +70,9 @@ def test_minibatches_that_need_no_pass_in_half_precision():
     optimizer, how = torch.optim.SGD(policy.parameters(), 0.1), UpdateConfig(minibatch_size=2)
     report = update(policy, rollout, torch.zeros(4), optimizer, how, generator=seeded(1))
     assert [row["n_scored"] for row in report.rows] == [0, 0] and report.done == 2
+
+
+@pytest.mark.parametrize("do", [lambda: GRPO("nowhere", [], len), lambda: seeded(0, "draws")])
+def test_a_default_device_is_refused_before_anything_is_loaded_or_drawn(do):
+    with torch.device("meta"), pytest.raises(ValueError, match=r"set_default_device\(None\)"):
+        do()

@@ -22,7 +22,7 @@ from torch import nn
 
 from ..config import Count, Natural, Positive, check_number, configuration, number_in
 from ..config import one_of, unknown_name
-from ..core import ONE_THREAD, seed_globally, seed_of
+from ..core import ONE_THREAD, _check_default_device, seed_globally, seed_of
 from ..tasks import data_path
 
 # %% ../../nbs/method/02_policies.loading.ipynb #fc4e9312
@@ -60,6 +60,7 @@ def load_model(
 # %% ../../nbs/method/02_policies.loading.ipynb #e8589692
 def _find_device(name: str | torch.device) -> torch.device:
     "The device of this name, of `auto` the best of this machine; a ValueError if this machine does not have it."
+    _check_default_device()
     if name == "auto":
         name = "mps" if torch.backends.mps.is_available() else "cpu"
         if torch.cuda.is_available():  # each process of a launcher has its own
