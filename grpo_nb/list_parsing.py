@@ -34,13 +34,13 @@ def _normalise_title(title: str) -> str:
     return " ".join(title.translate(_PLAIN).split()).strip(_EDGE)
 
 # %% ../nbs/method/01_list_parsing.ipynb #637e11df
-_ENTRY = re.compile(r"^\s*(?P<title>.*\S)\s*\((?P<year>\d{4})\)\s*$", re.S)
+_ENTRY = re.compile(r"^(?P<title>.*\S)\s*\((?P<year>\d{4})\)$", re.S)
 
 
 def film_key(entry: str | Sequence) -> tuple[str, int | None]:
     'Normalised title and year of one film: "Title (1995)", a bare title, or a pair (title, year or None).'
     if isinstance(entry, str):
-        match = _ENTRY.match(entry)
+        match = _ENTRY.match(entry.strip())
         entry = (match["title"], match["year"]) if match else (entry, None)
     if not isinstance(entry, Sequence) or len(entry) != 2 or not isinstance(entry[0], str):
         raise ValueError(f"A film is 'Title (1995)', a title, or (title, year), got {entry!r}.")
@@ -141,7 +141,7 @@ def _token_lines(pieces_S: Sequence[str | None]) -> tuple[list[str], list]:
     return _NEWLINE.split(text), touched_S
 
 # %% ../nbs/method/01_list_parsing.ipynb #61524d3e
-_MARKER = re.compile(r"^\s*(?:[#*_\s]*\d{1,3}[.)](?!\d)\s*|[-*+–—]\s+|•\s*)")
+_MARKER = re.compile(r"^(?:[#*_\s]*\d{1,3}[.)](?!\d)|\s*[-*+–—]\s|\s*•)\s*")
 _ITEM = re.compile(r"^(?P<title>.*\S)\s*\((?P<year>\d{4})\)[\s\"'“”‘’»*_`.,;]*$")
 
 
