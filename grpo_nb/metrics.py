@@ -92,32 +92,32 @@ def _completion_metrics(rollout: Rollout) -> dict[str, float]:
             said = "No sample of a step ended by itself: raise policy.max_new_tokens, ask for less."
             warnings.warn(said, stacklevel=4)
     if "entropy" in rollout.info:
-        total = (rollout.info["entropy"] * length_N).sum()
-        found["entropy"] = (total / length_N.sum()).item()
+        found["entropy"] = ((rollout.info["entropy"] * length_N).sum() / length_N.sum()).item()
     return found
 
 
 def _mean_min_max(name: str, x) -> dict[str, float]:
-    kinds = ("mean", "min", "max")
-    values = {k: getattr(x, k)().item() if len(x) else math.nan for k in kinds}
-    return {f"completions/{k}_{name}": v for k, v in values.items()}
+    one = lambda kind: getattr(x, kind)().item() if len(x) else math.nan
+    return {f"completions/{k}_{name}": one(k) for k in ("mean", "min", "max")}
 
 # %% ../nbs/method/02_metrics.ipynb #d54282f6
 def merge_rows(
     rows: Sequence[Mapping[str, float]],  # one per generation batch
-    sums: Collection[str] = (),  # names that are added up; names with "/n_" always are
+    sums: Collection[str] = (),  # names that are added up; those called n_... always are
     weights: Sequence[float] | None = None,  # of the rows, for the means; None: all alike
 ) -> dict[str, float]:
     "The numbers of several batches as those of one."
     found = {}
-    for name in dict.fromkeys(k for row in rows for k in row):
+    names = dict.fromkeys(k for row in rows for k in row)
+    for name in names:
         x = np.array([row.get(name, math.nan) for row in rows], dtype=float)
         has = ~np.isnan(x)
         counts = [row.get(f"{name}/n_logged", 1.0) for row in rows]  # of values behind a mean
         w = has * np.asarray(counts if weights is None else weights, dtype=float)
-        if name in sums or "/n_" in name:
+        kind = "mean" if f"{name}/n_logged" in names else name.rpartition("/")[2]
+        if name in sums or kind.startswith("n_"):
             found[name] = float(np.nansum(x))
-        elif name.endswith("max_ms"):
+        elif kind == "max_ms":
             found[name] = float(np.nanmax(x)) if has.any() else math.nan
         elif w.sum():
             found[name] = float(np.nansum(x * w) / w.sum())

@@ -76,7 +76,8 @@ class GRPO:
         rollout = batch if isinstance(batch, Rollout) else self.collect(batch)
         if rollout is None:  # every group was filtered
             return self.skip_step(start, record)
-        advantages, metrics = self.advantages(rollout)
+        with self.counters.timed("train_seconds"):  # a KL in the reward runs both policies
+            advantages, metrics = self.advantages(rollout)
         self.notify("on_collect", rollout)
 
         # K epochs over these samples
@@ -758,7 +759,7 @@ def load_state_dict(self: GRPO, state: Mapping[str, Any]):
     for k, g in self.generators.items():
         g.set_state(own["generators"][k])
     self.counters.load_state_dict(own["counters"])
-    self.step_done = own["step"]
+    self.step_done, self.last = own["step"], None
     for k in ("bad_steps", "seconds_trained", "policy_version"):
         setattr(self, k, own[k])
     if (before := own.get("processes", 1)) != (now := place()[1]):
@@ -766,7 +767,6 @@ def load_state_dict(self: GRPO, state: Mapping[str, Any]):
         said = f"The checkpoint is of {before} process(es), now there are {now}"
         say(f"{said}: the same tasks, {drawn}.")
     self.batch_rows = {"reward": [*own["judged"]], "selection": [*own["selection"]], "filter": {}}
-    self.last = None
 
 # %% ../nbs/method/04_trainer.ipynb #de300a79
 @patch

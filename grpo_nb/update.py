@@ -377,7 +377,10 @@ def _row(c, seen, batch, part, exact, first) -> dict:
     "What all processes report about one minibatch; a first ratio that is not 1 is refused."
     seen = [x for own in gather(seen) for x in own]
     found = [metrics for metrics, _, _ in seen] or [_metrics_of_nothing(c, batch)]
-    row = report(*found, _clips_of_skipped(c, batch, part))
+    parts = [*found, _clips_of_skipped(c, batch, part)]
+    count = lambda name: sum(m[name].count for m in parts if name in m)
+    none = [k for k, m in found[0].items() if m.kind == "mean" and not count(k)]
+    row = report(*parts) | dict.fromkeys(none, math.nan)
     if first and c.check_tol is not None:
         diffs = torch.stack([torch.zeros(3).double(), *(d.cpu() for _, _, d in seen)])
         found = torch.cat([diffs[:, :1].max(0).values, diffs[:, 1:].sum(0)])
@@ -385,9 +388,6 @@ def _row(c, seen, batch, part, exact, first) -> dict:
     sums = torch.stack([torch.zeros(6).double(), *(s.cpu() for _, s, _ in seen)]).sum(0)
     loss, *distances, steps = sums.tolist()
     k1, k3, own, ref = (x / steps if steps else math.nan for x in distances)
-    empty = () if steps else ("ratio/mean", "entropy", "kl_old/k1", "kl_old/k3")  # nothing was run
-    empty += () if batch["kl_mask"][part].any() else ("kl",)
-    row |= {k: math.nan for k in empty if k in row}
     if c.scheme != "fixed":
         row |= {f"kl_anchor/{k}": row[f"kl_old/{k}"] for k in ("k1", "k3")}
     row |= {"loss": loss, "kl_old/k1": k1, "kl_old/k3": k3}

@@ -609,8 +609,9 @@ def test_all_truncated_moves_nothing():
     before = policy.logits.detach().clone()
     r.info["truncated"] = torch.ones(len(r), dtype=torch.bool)
     config = UpdateConfig(mask_truncated=True, loss=LossConfig(kl_coef=0.1))
-    got = update(policy, r, adv, sgd, config, Table(seed=5))
-    assert torch.equal(policy.logits, before) and got.rows[0]["loss"] == 0
+    got = update(policy, r, adv, sgd, config, Table(seed=5)).metrics()
+    assert torch.equal(policy.logits, before) and got["loss"] == 0
+    assert math.isnan(got["clip_ratio/region_mean"])  # no share of nothing
 
 
 def test_a_loss_of_ones_own_may_ask_for_a_maximum_where_nothing_is_run(monkeypatch):

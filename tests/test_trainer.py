@@ -33,8 +33,6 @@ from grpo_nb.tasks import Taskset, data_path
 
 TASKS = Taskset.load(data_path("tasks/middle_dev.jsonl"))
 RIGHT = exact_answer(extract="marker", marker="</think>")
-
-
 SIZE = ["train_batch_size=6", "num_generations=4", "run.progress=false"]
 
 
@@ -58,14 +56,15 @@ def test_kl_in_the_reward_is_taken_off_before_the_advantage():
         kl_NS = trainer.policy.logp(rollout) - reference.logp(rollout)
     kl_N = kl_NS.where(rollout.mask_NS, 0.0).sum(1)
     assert kl_N.abs().max() > 0.01
-    total = rollout.rewards[:, 0] - 0.5 * kl_N
-    want = compute_advantages(total, rollout.group_N).values
+    want = compute_advantages(rollout.rewards[:, 0] - 0.5 * kl_N, rollout.group_N).values
     torch.testing.assert_close(values, want, atol=1e-5, rtol=1e-5)
     same = make("rewards.kl_in_reward=0.5", "advantage.mode=gdpo", rewards={"one": lambda prompts: [1.0] * len(prompts)})  # fmt: skip
     assert same.step()["adv/max"] == 0 and same.reference is not None and make().reference is None
     few = {"some": lambda completions: [None, 1.0, 0.8, 0.8] * (len(completions) // 4)}
     half = make("rewards.kl_in_reward=0.5", "num_generations=4", rewards=few)
-    assert half.step()["adv/invalid_rows"] > 0 == half.last.advantages[0]
+    half.reference.logp = lambda rollout, f=half.reference.logp: time.sleep(0.5) or f(rollout)
+    row = half.step()
+    assert row["adv/invalid_rows"] > 0 == half.last.advantages[0] and row["train_seconds"] > 0.5
 
 
 def test_hanging_crashing_and_silent_rewards_do_not_stop_training():
@@ -331,8 +330,7 @@ def test_what_is_generated_and_what_is_trained_is_counted_apart_and_the_stream_h
     assert 0 < last["forward_tokens"] <= last["tokens_trained"] < last["tokens_generated"]
     prompts = sum(int(r.states["prompt_len"].sum()) for r in stream.told)
     assert last["num_tokens"] == last["tokens_generated"] + prompts
-    passes = {"update.num_epochs": 2, "update.minibatch_size": 8, "steps": 1}
-    row = filtered(*(f"{k}={v}" for k, v in passes.items())).fit().history[-1]
+    row = filtered("steps=1", "update.num_epochs=2", "update.minibatch_size=8").fit().history[-1]
     assert row["optimizer_steps"] == 6 and row["forward_tokens"] == 2 * rows[0]["forward_tokens"]
     expected = [learning_rate(t.config.optimizer, s, 3) for s in range(3)]
     assert [r["learning_rate"] for r in rows] == expected

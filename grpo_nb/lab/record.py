@@ -458,10 +458,6 @@ def _free_folder(dir: Path, if_exists: str) -> Path:
     return _free_path(dir, taken) if if_exists == "number" else dir
 
 # %% ../../nbs/lab/01_record.ipynb #e442e656
-def _differences(old: Mapping, new: Mapping) -> dict[str, list]:
-    return {k: [old.get(k), new.get(k)] for k in old | new if old.get(k) != new.get(k)}
-
-
 @patch
 def _note_changes(self: Run, config: dict, around: dict) -> None:
     "Say where the configuration, or the parts and the machine, are others than those of the record."
@@ -469,11 +465,12 @@ def _note_changes(self: Run, config: dict, around: dict) -> None:
     both = {"config": (self.config, config), "environment": (self.environment, around)}
     for kind, pair in both.items():
         old, new = map(flat_keys, pair)
-        changed = {k: v for k, v in _differences(old, new).items() if bare(v[0]) != bare(v[1])}
-        if old and new and changed and changed != self._changed.get(kind):
+        found = {k: [old.get(k), new.get(k)] for k in old | new}
+        changed = {k: [a, b] for k, (a, b) in found.items() if a != b and bare(a) != bare(b)}
+        if old and new and changed != self._changed.get(kind, {}):  # {}: set back
             self._changed[kind] = changed
             self.event(f"{kind}_changed", step=self._last, changes=changed)
-            if kind == "config":
+            if kind == "config" and changed:
                 self.warn(kind, f"configuration differs from the run's in: {', '.join(changed)}")
 
 
