@@ -164,7 +164,7 @@ def _read_block(block: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 # %% ../nbs/07_cli.ipynb #474eca4e
-def _open_block(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[GRPOConfig, dict]:
+def _open_block(recipe: str | None, overrides: Sequence[str] = ()) -> tuple[GRPOConfig, dict]:
     "The configuration of a recipe, and its compare block as it was written; overrides `compare.key=value` are of the block."
     config = load_config(recipe, [o for o in overrides if not o.startswith("compare.")])
     block = _read_recipe(recipe).get("compare") or {}
@@ -297,7 +297,7 @@ def _make_parser() -> _Parser:
 # %% ../nbs/07_cli.ipynb #72548c97
 def _print_config(recipe: str | None, overrides: Sequence[str] = ()) -> None:
     "A recipe as YAML with what every key means."
-    config, block = _open_block(recipe, overrides) if recipe else (load_config(None, overrides), {})
+    config, block = _open_block(recipe, overrides)
     print(_documented_yaml(config))
     if block:
         print("compare:  # a comparison, see grpo-nb compare")

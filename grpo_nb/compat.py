@@ -17,7 +17,7 @@ from torch import Tensor
 from .advantages import grpo
 from .list_parsing import ListParser
 from .losses import Clip, LossConfig, kl_penalty, policy_loss, report
-from .policies.diffusion import DiffusionPolicy, effective_clip
+from .policies.diffusion import DiffusionPolicy
 from .ranking import SafetyOracle, make_relevance_reward, make_safe_reward
 from .ranking import make_safety_reward
 
@@ -78,14 +78,9 @@ def compute_grpo_loss(
     clip_range: float = 0.2,
     log_prob_ref: Tensor | None = None,  # (N, S), if kl_penalty > 0
     kl_penalty: float = 0.0,  # weight of the KL to the reference
-    dims: int | None = None,  # D, to report what the clip range means
-    reduce: str = "sum",  # how log_prob was reduced over them
 ) -> tuple[Tensor, dict[str, float]]:  # loss, statistics
     "`losses.policy_loss` with a ratio per step."
     config = LossConfig(clip=Clip(clip_range), kl_coef=kl_penalty)
     mask_NS = torch.ones_like(log_prob, dtype=torch.bool)
     loss, metrics = policy_loss(log_prob, old_log_prob, advantages, mask_NS, config, log_prob_ref)
-    stats = report(metrics)
-    if dims:
-        stats |= {f"clip/{k}": v for k, v in effective_clip(clip_range, dims, reduce).items()}
-    return loss, stats
+    return loss, report(metrics)

@@ -401,15 +401,17 @@ def config_tree(config: Any) -> dict:
 _NULL = r"(?i)[^=]+=(null|~)?"  # key=null, as YAML writes it
 
 
-def _part(config: Any, path: Sequence[str]) -> Any:
+def _part(config: Any, key: str) -> Any:
     "What stands at a dotted key, or nothing."
-    get = lambda at, k: at.get(k) if isinstance(at, Mapping) else getattr(at, k, None)
-    return functools.reduce(get, path, config)
+    for name in key.split("."):
+        own = vars(config) if hasattr(type(config), "_given") else config
+        config = own.get(name) if isinstance(own, Mapping) else None
+    return config
 
 
 def _is_entry(config: Any, key: str) -> bool:
     "Whether a dotted key names an entry of a mapping, not a field."
-    return isinstance(_part(config, key.split(".")[:-1]), Mapping)
+    return isinstance(_part(config, key.rpartition(".")[0]), Mapping)
 
 
 def override(
@@ -436,9 +438,9 @@ def override(
             raise ValueError(f"{overrides} cannot be read: {' '.join(str(e).split())}") from None
         overrides = OmegaConf.to_container(overrides)
     for key in (k for k, v in asked.items() if v is None and _is_entry(config, k)):
-        *path, name = key.split(".")
-        one_of(f"entry of {'.'.join(path)}", name, _part(config, path))
-        functools.reduce(dict.__getitem__, path, tree).pop(name)  # null takes it away
+        above, _, name = key.rpartition(".")
+        one_of(f"entry of {above}", name, _part(config, above))
+        _part(tree, above).pop(name)  # null takes it away
     changed = build_config(type(config), tree)
     _mark_given(changed, [*given, *_leaf_keys(overrides)])
     return changed
@@ -450,8 +452,7 @@ def _settings(config: Any, values: Mapping) -> dict[str, Any]:
     if twice := {k for k in keys if keys.count(k) > 1}:
         raise ValueError(f"{', '.join(sorted(twice))} is given twice: leave one out.")
     for key, value in values.items():
-        path = str(key).split(".")
-        section = _part(config, path)
+        section = _part(config, str(key))
         inner = isinstance(value, Mapping) and dataclasses.is_dataclass(section)
         inner = _settings(section, value) if inner else {"": value}
         found |= {f"{key}.{k}".rstrip("."): v for k, v in inner.items()}

@@ -461,7 +461,7 @@ def _pack_array(value: Tensor | np.ndarray | np.generic, name: str, tensors: dic
 def unpack(
     value: Any,  # from `pack`
     tensors: Mapping[str, Tensor],  # the tensors it put aside
-    make_task: Callable | None = None,  # builds a task of prompt, columns, taskset_id, index
+    make_task: Callable = dict,  # builds a task of prompt, columns, taskset_id, index
 ) -> Any:
     "The value that `pack` described."
     if not isinstance(value, dict):
@@ -489,6 +489,4 @@ def unpack(
         return tuple(items) if kind == "tuple" else items
     if kind == "dict":
         return {again(k): again(v) for k, v in body}
-    if make_task is None:
-        raise ValueError("The state holds tasks: give make_task (e.g. the Task class).")
     return make_task(**again(body))

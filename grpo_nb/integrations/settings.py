@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import accepts, check_number, config_tree, override, one_of
+from ..config import accepts, check_number, config_tree, override, one_of, _part
 from ..lab.frames import flat_keys
-from ..lab.recipe import GRPOConfig, _read_recipe, _at
+from ..lab.recipe import GRPOConfig, _read_recipe
 from ..verifiers import _arithmetic
 
 # %% ../../nbs/integrations/04_settings.ipynb #ed9a75eb
@@ -43,7 +43,7 @@ class Reading:
 
         tree, rows = config_tree(self.config), []
         for key, ours in self.taken.items():
-            found = [_at(tree, name.partition(" ")[0]) for name in ours.split(", ")]
+            found = [_part(tree, name.partition(" ")[0]) for name in ours.split(", ")]
             value = ", ".join(map(str, found)) if len(found) > 1 else found[0]
             rows.append((key, ours, "" if value is None else value))
         return pd.DataFrame(rows, columns=["theirs", "ours", "value"]).set_index("theirs")

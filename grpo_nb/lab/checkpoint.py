@@ -15,7 +15,7 @@ import platform
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..config import check_number
 from ..files import _installed, _free_path, _path, pack, sha256, _to_disk, unpack
+from ..tasks import Task
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #493abb4f
 MANIFEST = "manifest.json"
@@ -105,11 +106,8 @@ def _write_state(folder: Path, state: Mapping[str, Any]):
     (folder / "state.json").write_text(json.dumps(told, allow_nan=False))
 
 # %% ../../nbs/lab/01_checkpoint.ipynb #dabef063
-def read_state(
-    folder: str | Path,  # a whole checkpoint
-    make_task: Callable | None = None,  # builds the tasks in it, e.g. `Task`
-) -> dict[str, Any]:
-    "All parts of a state, bit for bit."
+def read_state(folder: str | Path) -> dict[str, Any]:
+    "All parts of the state in a whole checkpoint, bit for bit."
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -118,7 +116,7 @@ def read_state(
         for part, tree in json.loads(path.read_text()).items():
             path = Path(folder, f"{part}.safetensors")
             tensors = load_file(path) if path.exists() else {}
-            state[part] = unpack(tree, tensors, make_task=make_task)
+            state[part] = unpack(tree, tensors, Task)
     except (OSError, ValueError, LookupError, AttributeError, SafetensorError) as e:
         raise CheckpointError(f"{path} cannot be read: {e}.") from e
     return state

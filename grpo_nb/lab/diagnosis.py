@@ -8,8 +8,8 @@ __all__ = ['diagnose']
 # %% ../../nbs/lab/02_diagnosis.ipynb #35bd72b0
 import math
 import re
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -24,18 +24,11 @@ _STREAK = 15  # steps in a row with dead groups
 _DEAD = (0.40, 0.75)  # share of groups without reward spread: WARN, CRITICAL
 _TREND_P = 0.05  # significance of a trend
 
-# %% ../../nbs/lab/02_diagnosis.ipynb #72dd91fa
-@dataclass(frozen=True)
-class _Finding:
-    "What a rule says."
-
-    verdict: str  # OK, WARN, CRITICAL, SKIPPED
-    evidence: str  # numbers and steps
-    prescription: str = ""  # the one thing to do first; nothing if OK
-
 # %% ../../nbs/lab/02_diagnosis.ipynb #2c03d3a1
 _RULES = Registry("rule")
-_Part = tuple[str, str, str]  # verdict, evidence and prescription of one thing that a rule looks at
+# OK, WARN, CRITICAL or SKIPPED; numbers and steps; the one thing to do first
+_Finding = namedtuple("_Finding", "verdict evidence prescription")
+_Part = tuple[str, str, str]  # the same of one thing that a rule looks at
 
 
 def _rule(name: str) -> Callable:
@@ -330,13 +323,13 @@ def diagnose(
     frame, rows = _frame_of(run), []
     for name, rule in _RULES.items():
         try:
-            finding = rule(frame)
+            found = rule(frame)
         except MissingMetric as e:
-            finding = _Finding("SKIPPED", str(e))
+            found = _Finding("SKIPPED", str(e), "")
         page = f"lab/diagnosis.html#{name.lower().replace(' ', '-')}"
         link = f"https://grpo-nb.github.io/grpo_nb/{page}"
-        rows.append({"rule": name, **asdict(finding), "explained": link})
-    return pd.DataFrame(rows)
+        rows.append((name, *found, link))
+    return pd.DataFrame(rows, columns=["rule", *_Finding._fields, "explained"])
 
 
 Run.diagnose = diagnose

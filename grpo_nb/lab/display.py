@@ -22,9 +22,9 @@ from ..core import Rollout
 from ..evaluate import Scores
 from .diagnosis import diagnose
 from .frames import flat_keys, _rows_to_frame
-from .plots import LivePlot, plot_run, _show_in_cell
+from .plots import LivePlot, plot_run
 from .progress import display_mode
-from .record import _frame_of, _metric_row
+from .record import Run, _frame_of, _metric_row
 from .session import functions_in, sample_table
 from ..trainer import GRPO, TrainerConfig
 
@@ -38,12 +38,7 @@ def frame(self: GRPO):
     return _rows_to_frame(rows, kl_limit=limit)
 
 # %% ../../nbs/lab/03_display.ipynb #9796b97d
-@patch
-def plot(self: GRPO, panels: str | list[str] | None = None, **options):
-    "The panels of the steps so far, shown in a notebook; panels and options are those of `plot_run`."
-    return _show_in_cell(plot_run(self.frame(), panels, **options))
-
-
+GRPO.plot = Run.plot
 GRPO.diagnose = diagnose
 
 # %% ../../nbs/lab/03_display.ipynb #38443d0b

@@ -27,7 +27,7 @@ from yaml import YAMLError
 from .. import verifiers  # noqa: F401 (their names are in REWARDS)
 from ..config import Count, build_config, config_tree, configuration, given_keys, one_of
 from ..config import override, _check_options, _fields, _fit_options, _is_entry, _NULL
-from ..config import _with_key
+from ..config import _part, _with_key
 from ..ahead import _check_ahead
 from ..advantages import ADVANTAGES
 from ..core import Policy, seed_of
@@ -44,7 +44,7 @@ from ..policies.tokens import TokenPolicy
 from ..processes import _check_same, join_processes, of_first, place
 from ..rewards import REWARDS
 from ..scheduler import TasksetScheduler, make_stream, _open_entry
-from ..tasks import Task, data_path
+from ..tasks import data_path
 from ..trainer import GRPO, RunnerConfig, StreamConfig, TrainerConfig
 from ..trainer import _open_eval_tasks, check_callbacks
 
@@ -392,26 +392,19 @@ _ESTIMATOR_OPTIONS = ("eps", "eps_batch", "ddof")
 _STEPS = ("eval.every", "checkpoint.every", "optimizer.warmup")
 
 
-def _at(tree: Any, key: str) -> Any:
-    "The value at a dotted key; None if it is not there."
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None
-    return tree
-
-
 def _refuse_dead_keys(trainer: GRPO) -> None:
     "Every key that somebody has set has an effect, or is refused or told."
     asked, ran = _named_config(trainer.config), _described(trainer)
     usual, told = _named_config(type(trainer.config)()), []
     for key in given_keys(trainer.config):
-        if _at(asked, key) in (None, _at(usual if _at(ran, key) is None else ran, key)):
+        if _part(asked, key) in (None, _part(usual if _part(ran, key) is None else ran, key)):
             continue  # so it is, or a default said aloud
         if key.startswith(_SOURCES):
             told.append(f"{key} (an object is passed instead)")
         elif key.startswith(("policy.", "tasks.", "rewards.")):
             raise ValueError(
-                f"{key}={_at(asked, key)!r} has no effect beside the {key.partition('.')[0]} made without it (it has "
-                f"{_at(ran, key)!r}): set it on that object, or leave the key out."
+                f"{key}={_part(asked, key)!r} has no effect beside the {key.partition('.')[0]} made without it (it has "
+                f"{_part(ran, key)!r}): set it on that object, or leave the key out."
             )
     told += [f"{k} ({why})" for k, why in _idle_keys(trainer)]
     if told:
@@ -427,7 +420,7 @@ def _idle_keys(trainer: GRPO) -> Iterator[tuple[str, str]]:
     "Keys that were set and that nothing reads in this run, each with the reason."
     c, given = trainer.config, given_keys(trainer.config)
     now, default = config_tree(c), config_tree(type(c)())
-    changed = [k for k in given if _at(now, k) != _at(default, k)]
+    changed = [k for k in given if _part(now, k) != _part(default, k)]
     for pattern, idle, why in _idle_rules(trainer, now, given):
         yield from ((key, why) for key in changed if idle and re.fullmatch(pattern, key))
     if trainer.reference is not None and not (c.update.needs_reference or c.rewards.kl_in_reward):
@@ -440,15 +433,15 @@ def _idle_rules(trainer: GRPO, now: Mapping, given: Sequence[str]) -> list[tuple
     takes = inspect.signature(ADVANTAGES.resolve(mode)[1]).parameters
     unfiltered = not c.filter_groups.enable and "filter_groups.enable" not in given
     alone = not trainer.rewards.pooled
-    judged, best = bool(trainer.eval_tasks), _at(now, "checkpoint.keep_best") and c.eval.every
+    judged, best = bool(trainer.eval_tasks), _part(now, "checkpoint.keep_best") and c.eval.every
     groups, u, stop, way = c.filter_groups, c.update, c.update.kl_stop, c.update.loss.aggregation
     scores = _score_names(c.eval, trainer.rewards.components, trainer.weights, trainer.eval_tasks)
-    lost = best and _at(now, "checkpoint.best") not in scores
+    lost = best and _part(now, "checkpoint.best") not in scores
     size = c.train_batch_size * c.num_generations
-    made, n = _at(now, "application"), getattr(trainer.stream, "max_steps", None) or c.steps
+    made, n = _part(now, "application"), getattr(trainer.stream, "max_steps", None) or c.steps
     once, capped = groups.action != "refill", groups.max_num_gen_batches > 0 or groups.adaptive_cap
     return [
-        ("run.(?!dir|progress).*|checkpoint.*", not _at(now, "run.dir"), "needs run.dir"),
+        ("run.(?!dir|progress).*|checkpoint.*", not _part(now, "run.dir"), "needs run.dir"),
         ("eval.(every|samples|greedy|limit)", not judged, "needs held-out tasks"),
         ("checkpoint.(keep_best|best)", not (best and judged), "needs eval.every and keep_best"),
         ("checkpoint.(keep_best|best)", lost, f"best names none of {scores}"),
@@ -471,7 +464,7 @@ def _idle_rules(trainer: GRPO, now: Mapping, given: Sequence[str]) -> list[tuple
         ("optimizer.min_lr_ratio", c.optimizer.schedule == "constant", "the rate does not decay"),
         ("rewards.run.(timeout_s|memory_mb|chunk.*|keep.*|start.*)", alone, "needs workers"),
         *((f"advantage.{k}", k not in takes, f"{mode!r} has none") for k in _ESTIMATOR_OPTIONS),
-        *((k, (_at(now, k) or 0) > min(n, c.steps), "the run ends before") for k in _STEPS),
+        *((k, (_part(now, k) or 0) > min(n, c.steps), "the run ends before") for k in _STEPS),
     ]
 
 
@@ -512,7 +505,7 @@ def _read_checkpoint(path: str | Path) -> tuple[Path, dict]:
         )
     _check_seal(folder)
     _warn_of_versions(folder)
-    return folder, read_state(folder, make_task=Task)
+    return folder, read_state(folder)
 
 
 @patch(cls_method=True)

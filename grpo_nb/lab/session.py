@@ -36,7 +36,7 @@ from ..metrics import History
 from ..policies.loading import _SAMPLING
 from ..processes import PeerError, ProcessLost, of_first, place, say
 from ..stream import _fingerprint
-from ..tasks import Task, data_path
+from ..tasks import data_path
 from ..trainer import GRPO
 
 # %% ../../nbs/lab/02_session.ipynb #1d0197b9
@@ -583,7 +583,7 @@ def _newest_state(self: _Session, root: Path) -> Mapping | None:
     found = latest(root)
     if found is not None:
         _warn_of_versions(found)
-        state = read_state(found, make_task=Task)
+        state = read_state(found)
         _check_same_parts(state["trainer"], self.trainer, [*self.trainer.given])
         self.trainer._check_state(state)
         return state

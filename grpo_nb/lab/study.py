@@ -332,9 +332,8 @@ def detectable(
     pairs: int,  # seeds
     arms: int = 1,  # variants compared with one baseline
     level: float = 0.95,
-    power: float = 0.8,  # chance that it is shown
 ) -> float:  # true mean difference / standard deviation of the differences; NaN for one pair
-    "The smallest difference that is shown with this power, by the paired t test."
+    "The smallest difference that four of five studies show, by the paired t test."
     from scipy.optimize import brentq
     from scipy.stats import chi2, norm, t
 
@@ -343,7 +342,7 @@ def detectable(
     limit = t.ppf(0.5 + 0.5 * _joint_level(level, arms), pairs - 1)
     # the spread that is measured, at 2000 quantiles; scipy's noncentral t overflows here
     sd = np.sqrt(chi2.ppf((np.arange(2000) + 0.5) / 2000, pairs - 1) / (pairs - 1))
-    missed = lambda shift: norm.cdf(shift - limit * sd).mean() - power
+    missed = lambda shift: norm.cdf(shift - limit * sd).mean() - 0.8
     return float(brentq(missed, 0, 9 * limit) / pairs**0.5)
 
 # %% ../../nbs/lab/04_study.ipynb #d8c750af
