@@ -188,7 +188,11 @@ NoGreedy = type(
 
 
 class Heir(TokenPolicy):
-    "Another class samples as it likes."
+    "Another class samples as it likes, and may have an option of its own."
+
+    def __init__(self, model, tokenizer, mark=None, **options):
+        super().__init__(model, tokenizer, **options)
+        self.mark = mark
 
 
 SAMPLING = {"max_new_tokens": 5, "temperature": 0.7, "top_k": 5}

@@ -15,6 +15,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,8 @@ def from_pretrained(
     **kwargs,  # further arguments of TokenPolicy
 ) -> TokenPolicy:
     "Load model and tokenizer, see `load_model`; the options and their defaults are those of `PolicyConfig`."
-    _checked_options(**kwargs)
+    own, common = (signature(kind).parameters for kind in (cls, TokenPolicy))
+    _checked_options(**{k: v for k, v in kwargs.items() if k in common or k not in own})
     engine = _open_engine(kwargs.pop("engine", None))  # a server that is not there is told first
     policy = cls(*load_model(source, dtype, device), engine=engine, **kwargs)
     policy.source = str(source)
