@@ -52,7 +52,7 @@ def make(variant, folder):
 
 def diffusion(folder):
     "Latent trajectories: three epochs over the steps."
-    policy = test_diffusion.make("flow", frames=6, reduce="mean")
+    policy = test_diffusion.make("flow", reduce="mean")
     more = ["update.num_epochs=3", "update.minibatch_size=8", "filter_groups.enable=true"]
     config = load_config(None, [*COMMON, *more, "optimizer.lr=1e-2", f"run.dir={folder}"])
     tasks = [{"prompt": f"task {i}", "goal": [0.5 * i, 1.0, -1.0]} for i in range(9)]
