@@ -130,11 +130,6 @@ def group_stats(
     low, high = (v.where(count > 0, torch.nan) for v in (low, high))
     return GroupStats(low + shift, std, low, high, count.long(), d)
 
-
-def _wide_dtype(device: torch.device) -> torch.dtype:
-    "What sums are accumulated in; an accelerator without float64 sums in float32."
-    return torch.float32 if device.type == "mps" else torch.float64
-
 # %% ../nbs/method/00_core.ipynb #7349f627
 def _as_written(x: Tensor) -> Tensor:
     "The decimals (float64) that numbers of single precision stand for: 0.7 for 0.699999988."
@@ -278,6 +273,12 @@ def seed_of(
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
+def seeded(seed: int, *names: str | int, device: str | torch.device = "cpu") -> torch.Generator:
+    "A torch generator of its own for the stream called `names`."
+    _check_default_device()
+    return torch.Generator(device=device).manual_seed(seed_of(seed, *names))
+
+# %% ../nbs/method/00_core.ipynb #6d9cf53e
 def _check_default_device() -> None:
     "A ValueError where tensors are not made on the CPU unless said otherwise."
     if (device := torch.get_default_device()).type != "cpu":
@@ -287,10 +288,9 @@ def _check_default_device() -> None:
         )
 
 
-def seeded(seed: int, *names: str | int, device: str | torch.device = "cpu") -> torch.Generator:
-    "A torch generator of its own for the stream called `names`."
-    _check_default_device()
-    return torch.Generator(device=device).manual_seed(seed_of(seed, *names))
+def _wide_dtype(device: torch.device) -> torch.dtype:
+    "What sums are accumulated in; an accelerator without float64 sums in float32."
+    return torch.float32 if device.type == "mps" else torch.float64
 
 # %% ../nbs/method/00_core.ipynb #7409b796
 ONE_THREAD = threading.RLock()  # held while code of others uses what all threads share
