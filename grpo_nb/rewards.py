@@ -361,7 +361,7 @@ class _EventLoop:
 _LOOP = _EventLoop()
 
 # %% ../nbs/method/01_rewards.ipynb #afd44f61
-_SAMPLE_COLUMNS = "step group prompt completion advantage length reward truncated".split()
+_SAMPLE_COLUMNS = "step group prompt completion advantage length reward truncated ranks".split()
 
 
 def _loggers(logged: dict[str, dict], n: int) -> dict[str, Callable]:

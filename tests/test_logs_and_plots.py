@@ -11,13 +11,17 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from test_processes import Table
 
 from grpo_nb.lab import plots
 from grpo_nb.lab.diagnosis import diagnose
 from grpo_nb.lab.logs import parse_filter_logs, read_trl, read_verl
 from grpo_nb.lab.plots import LivePlot
 from grpo_nb.lab.record import Run
+from grpo_nb.lab.session import sample_table
 from grpo_nb.lab.what_if import _read_samples, what_if
+from grpo_nb.tasks import Task
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -258,6 +262,10 @@ def test_a_run_is_seen_with_its_own_weights_options_and_lengths(tmp_path):
         seen = what_if(run, ["passk", "opo"]).samples
     assert seen["passk"].tolist() == seen["stored"].tolist()
     np.testing.assert_allclose(seen["opo"], [0.7, -0.3, -0.3, 0.2], atol=1e-6)
+    r = Table().sample([Task("p", {"index": 0})] * 2, 2, torch.Generator())
+    r = r.replace(reward_names=("a",), rewards_NRK=torch.rand(4, 1, 3))
+    with pytest.warns(UserWarning, match="per rank"):
+        what_if(logged(tmp_path / "c", sample_table(r, r.rewards[:, 0, 0])), "grpo")
 
 
 # diagnosis and plots

@@ -361,8 +361,8 @@ def sample_table(
     logged = r.info.get("logged", ())
     names = dict.fromkeys(k for row in logged for k in row)
     columns |= {k: [row.get(k) for row in logged] for k in names}
-    if "truncated" in r.info:
-        columns["truncated"] = r.info["truncated"].tolist()
+    columns |= {"truncated": r.info["truncated"].tolist()} if "truncated" in r.info else {}
+    columns |= {"ranks": [r.rewards.shape[2]] * len(r)} if r.rewards.ndim == 3 else {}
     return columns
 
 # %% ../../nbs/lab/02_session.ipynb #1b1eee8b

@@ -26,7 +26,7 @@ from .plots import COLORS, _label_of, make_figure
 from .record import Run, _is_run
 
 # %% ../../nbs/lab/03_what_if.ipynb #1142788d
-_NOT_REWARDS = ("step", "group", "prompt", "completion", "advantage")
+_NOT_REWARDS = ("step", "group", "prompt", "completion", "advantage", "ranks")
 
 
 def _read_samples(source: Any):  # DataFrame: step, group, prompt, completion, rewards, advantage
@@ -146,6 +146,9 @@ def what_if(
         if dict(run.config.get("rewards") or {}).get("kl_in_reward"):
             said = "The run took a KL off its rewards, which no sample holds: only stored advantages are with it."
             warnings.warn(said, stacklevel=2)
+    if "ranks" in frame:
+        said = "Rewards were per rank, of which samples hold the means: estimators see whole lists."
+        warnings.warn(said, stacklevel=2)
     bare = lambda x: isinstance(x, str) or callable(x)  # weighed as in the run
     if not isinstance(arms, Mapping):
         arms = {getattr(m, "__name__", m): m for m in ([arms] if bare(arms) else arms)}
