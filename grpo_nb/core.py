@@ -263,6 +263,20 @@ def call(
             return x
     raise ValueError(f"{who} must return {self.answer}, {tuple(shape)}; got {got}.")
 
+# %% ../nbs/method/00_core.ipynb #6d9cf53e
+def _check_default_device() -> None:
+    "A ValueError where tensors are not made on the CPU unless said otherwise."
+    if (device := torch.get_default_device()).type != "cpu":
+        raise ValueError(
+            f"torch.set_default_device({str(device)!r}) is in force, where draws fail: undo it by "
+            "torch.set_default_device(None); policy.device says where a model lives."
+        )
+
+
+def _wide_dtype(device: torch.device) -> torch.dtype:
+    "What sums are accumulated in; an accelerator without float64 sums in float32."
+    return torch.float32 if device.type == "mps" else torch.float64
+
 # %% ../nbs/method/00_core.ipynb #084a8269
 def seed_of(
     seed: int,  # the run's seed
@@ -277,20 +291,6 @@ def seeded(seed: int, *names: str | int, device: str | torch.device = "cpu") -> 
     "A torch generator of its own for the stream called `names`."
     _check_default_device()
     return torch.Generator(device=device).manual_seed(seed_of(seed, *names))
-
-# %% ../nbs/method/00_core.ipynb #6d9cf53e
-def _check_default_device() -> None:
-    "A ValueError where tensors are not made on the CPU unless said otherwise."
-    if (device := torch.get_default_device()).type != "cpu":
-        raise ValueError(
-            f"torch.set_default_device({str(device)!r}) is in force, where draws fail: undo it by "
-            "torch.set_default_device(None); policy.device says where a model lives."
-        )
-
-
-def _wide_dtype(device: torch.device) -> torch.dtype:
-    "What sums are accumulated in; an accelerator without float64 sums in float32."
-    return torch.float32 if device.type == "mps" else torch.float64
 
 # %% ../nbs/method/00_core.ipynb #7409b796
 ONE_THREAD = threading.RLock()  # held while code of others uses what all threads share
